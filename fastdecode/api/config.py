@@ -1,4 +1,4 @@
-"""The engine's configuration: frozen, and validated when it is made."""
+"""The engine's configuration: frozen, and validated when the object is made."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineConfig(EngineSettings):
 
 
 def _check_quantization(config: EngineConfig) -> None:
-    """ConfigError for a quantization that is not known, or not where the model runs."""
+    """Raise ConfigError for a quantization that is unknown or that the device of the model lacks."""
     if config.quantization is None:
         return
     if config.quantization not in QUANTIZATIONS:
@@ -55,7 +55,7 @@ def _check_quantization(config: EngineConfig) -> None:
 
 
 def flag_names(group: str) -> list[str]:
-    """Return the fields of ``EngineConfig`` that a group of flags sets."""
+    """Return the names of the ``EngineConfig`` fields whose flags are in help group ``group``."""
     return [each.name for each in fields(EngineConfig) if each.metadata.get("group") == group]
 
 
@@ -65,7 +65,7 @@ def prefill_settings() -> list[str]:
 
 
 def _has_gpu_driver() -> bool:
-    """Return whether this machine has a GPU driver of NVIDIA or AMD. This floor does not import torch to ask it."""
+    """Return whether this machine has a GPU driver of NVIDIA or AMD. This package must not import torch to ask."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Chat messages from OpenAI clients, made fit for chat templates: known roles, and no text dropped."""
+"""Adapts chat messages from OpenAI clients to chat templates: renames unknown roles, and refuses to drop text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def without_empty_fields(message: Mapping[str, Any]) -> Message:
 def with_known_roles(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the role "developer" renamed to "system" if ``template`` does not know "developer".
 
-    All such messages at the beginning are joined with the system messages there, since some templates accept only one.
+    These and the system messages at the beginning become one message, since some templates accept only one.
     """
     if "developer" in template or all(each["role"] != "developer" for each in messages):
         return list(messages)
@@ -49,7 +49,7 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
 def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the assistant's reasoning under the key that ``template`` reads.
 
-    Clients use any of several keys.
+    Clients use any key of ``THOUGHTS``.
     """
     names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
     known = next(names, None)
@@ -75,7 +75,7 @@ def check_nothing_is_left_out(messages: Sequence[Message], text: str, render: Ca
     """Raise RequestError if the chat template dropped the text of a message, unless it is the assistant's.
 
     ``text`` is the rendered prompt of ``messages``. A template may rewrite a text; so ``render`` is called again with a
-    short mark in its place, and the mark is looked for.
+    short mark in place of the text, and the mark must appear in the result.
     """
     position = 0
     for index, message in enumerate(messages):

@@ -25,13 +25,13 @@ MAX_THREADS = 1024
 """Most threads of one worker; a higher number is taken for a typing error."""
 
 MAX_SEATS = 1 << 20
-"""Most sequences in flight; a higher number is taken for a typing error."""
+"""Most sequences that may run at the same time; a higher number is taken for a typing error."""
 
 MAX_RANKS = 1024
-"""Most S-worker processes that share a model; a higher number is taken for a typing error."""
+"""Most S-worker processes over which one model may be split; a higher number is taken for a typing error."""
 
 MODEL, BATCHING, WORKERS = "model", "batching", "S-worker and R-workers"
-"""Names of the groups of flags."""
+"""Names of the groups of flags in ``--help-all``."""
 
 
 @dataclass(frozen=True)
@@ -232,4 +232,4 @@ class EngineFields:
     trace: str | None = setting(None, "write Chrome trace events", WORKERS, metavar="FILE", unset="none")
     seed: int = 0
     stands_by: bool = False
-    """True if the engine loads the weights and then waits until the S-worker of ``session`` is gone."""
+    """True: the engine loads the weights, then waits until the S-worker that has ``session`` is gone."""

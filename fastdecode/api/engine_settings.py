@@ -1,4 +1,4 @@
-"""Values derived from the engine's settings: parsed specs, memory in bytes, and cores."""
+"""Derives values from the engine's settings: parsed worker specs, memory in bytes, and core lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineSettings(EngineFields):
     """Derives parsed values from the fields of ``EngineFields``."""
 
     def bytes_of(self, name: str) -> int | None:
-        """Return a memory setting in bytes; None if the engine chooses it."""
+        """Return the memory setting ``name`` in bytes; None if the engine chooses the size."""
         value = getattr(self, name)
         if value is None:
             return None
@@ -40,12 +40,12 @@ class EngineSettings(EngineFields):
 
     @property
     def r_worker_spec(self) -> WorkerSpec:
-        """``r_workers``, parsed."""
+        """The setting ``r_workers``, parsed."""
         return parse_r_workers(self.r_workers)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """``speculative_config``, parsed; None if it is not set."""
+        """The setting ``speculative_config``, parsed; None if it is not set."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
@@ -60,12 +60,12 @@ class EngineSettings(EngineFields):
 
     @property
     def placing(self) -> AskedPlacing:
-        """The placing that the settings ask for."""
+        """How the settings ask to place KV caches on R-workers: shard length, replicas."""
         return AskedPlacing.of(self)
 
     @property
     def prefill_worker_spec(self) -> WorkerSpec | None:
-        """``prefill_workers``, parsed; None if there are none."""
+        """The setting ``prefill_workers``, parsed; None without prefill workers."""
         return None if self.prefill_workers is None else parse_prefill_workers(self.prefill_workers)
 
     @property
@@ -81,13 +81,13 @@ class EngineSettings(EngineFields):
 
     @property
     def prefill_thread_count(self) -> int:
-        """Threads of each prefill worker that this process starts; by default its share of the cores."""
+        """Number of threads of each prefill worker that this process starts; by default an equal share of the cores."""
         cores, spec = self.prefill_core_list or usable_cores(), self.prefill_worker_spec
         return self.prefill_threads or max(1, len(cores) // (spec.count if spec else 1))
 
     @property
     def prefill_core_list(self) -> list[int] | None:
-        """Cores of the spawned prefill workers, None when not pinned."""
+        """Core numbers to which spawned prefill workers are pinned; None if they are not pinned."""
         return parse_cores("prefill_cores", self.prefill_cores)
 
     @property
@@ -97,7 +97,7 @@ class EngineSettings(EngineFields):
 
     @property
     def s_core_list(self) -> list[int] | None:
-        """Cores of the S-worker; None when not pinned. By default it gets the cores that spawned R-workers leave."""
+        """Core numbers of the S-worker; None: not pinned. By default, the cores that spawned R-workers do not use."""
         given = parse_cores("s_cores", self.s_cores)
         if given is None and self.r_worker_spec.kind == "spawn" and self.r_core_list:
             return sorted(set(usable_cores()) - set(self.r_core_list)) or None
@@ -105,7 +105,7 @@ class EngineSettings(EngineFields):
 
     @property
     def r_core_list(self) -> list[int] | None:
-        """Cores of the R-workers, None when not pinned."""
+        """Core numbers to which the R-workers are pinned; None if they are not pinned."""
         return parse_cores("r_cores", self.r_cores)
 
     @property

@@ -1,4 +1,4 @@
-"""Settings, methods and names of code written for vLLM: translated, ignored, or refused."""
+"""Translates, ignores or refuses settings and method arguments of code that was written for vLLM."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["MEMBERS", "NAMES"]
 logger = logging.getLogger(__name__)
 
 RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
-"""Settings that have another name in vLLM."""
+"""Settings with another name here than in vLLM: our name by vLLM's."""
 
 OF_ENGINES = engine.WITHOUT_EFFECT | engine.REFUSED
 OF_SERVERS = serving.WITHOUT_EFFECT | serving.REFUSED
 OF_BATCHES = serving.OF_BATCHES
 FOREIGN: Mapping[str, Foreign] = OF_ENGINES | OF_SERVERS
-"""Every setting and flag of vLLM that has no field here."""
+"""Every vLLM setting and flag for which FastDecode has no field, by name."""
 
 IGNORED = frozenset(name for name, each in FOREIGN.items() if not each.refused)
 REFUSED = {name: each.text for name, each in FOREIGN.items() if each.refused}
 
 
 _ADVICE = ("gpu_memory_utilization", "numa_bind")
-"""Ignored settings for which the log also names the flag to use instead."""
+"""Ignored vLLM settings for which the log also names the flag to use instead."""
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
-    """Return whether this value means the same as leaving the field out."""
+    """Return whether ``value`` has the same meaning as leaving the field out. ``neutral``: values that do."""
     return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def EngineArgs(**settings: Any) -> EngineConfig:
-    """Return an ``EngineConfig`` from vLLM's or our settings; the name is vLLM's.
+    """Return an ``EngineConfig`` made from vLLM's or our settings. vLLM has a class of this name.
 
     Raise ConfigError for a setting that is not supported.
     """
@@ -68,9 +68,9 @@ def EngineArgs(**settings: Any) -> EngineConfig:
 
 
 def as_ours(settings: Mapping[str, Any], also_ignored: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return ``settings`` with our names and values, without those that only vLLM has.
+    """Return vLLM's ``settings`` under our names, with our values, and without those that only vLLM has.
 
-    The log names the settings without effect on one line. A setting of None counts as left out.
+    One line of the log names the ignored settings. A setting whose value is None counts as left out.
 
     Raises:
         ConfigError: the engine cannot do what a setting asks for. The message says what to do instead.
@@ -86,7 +86,7 @@ def check_foreign(
     also_ignored: frozenset[str] = frozenset(),
     foreign: Mapping[str, Foreign] = FOREIGN,
 ) -> None:
-    """Log vLLM's settings without effect on one line.
+    """Log on one line which of the vLLM ``settings`` have no effect here.
 
     Raise ConfigError for a setting that is not supported; the message says what to do instead.
     """
@@ -102,7 +102,7 @@ def check_foreign(
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown argument of a vLLM method, or one that would change the texts."""
+    """Raise ConfigError if ``arguments`` of a vLLM method call are unknown, or would change the generated texts."""
     for name, value in arguments.items():
         if name not in CALL_ARGUMENTS:
             raise ConfigError(f"unknown argument {name!r}")
@@ -113,12 +113,12 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 
 
 def check_lora(request: Any) -> None:
-    """Raise ConfigError if an adapter is asked for."""
+    """Raise ConfigError if ``request`` (vLLM's ``lora_request``) asks for an adapter."""
     if request is not None:
         raise ConfigError(f"lora_request: {ADAPTERS}")
 
 
 def _has_a_default(name: str) -> bool:
-    """Return whether the field is never None."""
+    """Return whether the ``EngineConfig`` field ``name`` has a default other than None."""
     field = EngineConfig.__dataclass_fields__.get(name)
     return field is not None and (field.default_factory is not MISSING or field.default is not None)

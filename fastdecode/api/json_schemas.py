@@ -1,4 +1,4 @@
-"""JSON schemas of requests: numbers that grammars cannot represent, and objects closed to additional keys."""
+"""Prepares JSON schemas of requests for grammars: finds numbers that grammars round, and closes objects."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 EXACT = 2**53
-"""The largest exact integer of double precision, in which grammars compute bounds."""
+"""The largest integer up to which doubles are exact. Grammars compute bounds as doubles."""
 
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else")
-"""Keywords whose subschemas describe the same value as the schema around them."""
+"""Keywords whose subschemas describe the same JSON value as the schema that contains the keyword."""
 
 _PROSE = ("default", "examples", "title", "description")
 
@@ -46,9 +46,9 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` with closed objects: they accept only the listed properties, unless the schema allows others.
+    """Return ``schema`` changed so that objects accept only listed properties, unless it explicitly allows others.
 
-    An object that lists none takes any, as in xgrammar. Where several schemas describe one object together, each may
+    An object that lists none accepts any, as in xgrammar. If several schemas describe one object together, each may
     list a part of its keys: these stay as they are.
     """
     shared = set(_shared_references(schema))
@@ -61,7 +61,7 @@ def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any], closes: bool) -> dict[str, Any]:
-    """Return ``schema`` closed. ``closes``: no other schema describes the same object."""
+    """Return ``schema`` with its objects closed, itself only if ``closes``: no other schema describes its object."""
     found: dict[str, Any] = {}
     alone = closes and not _is_composed(schema)
     for key, value in schema.items():
@@ -83,14 +83,14 @@ def _each_closed(value: Any, closes: bool) -> Any:
 
 
 def _is_composed(schema: Mapping[str, Any]) -> bool:
-    """Return whether several schemas describe the same object together."""
+    """Return whether ``schema`` has keywords by which several schemas describe the same object together."""
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     parts = [key for key in (*_IN_PLACE, "$ref") if key in schema]
     return several or len(parts) > 1 or (bool(parts) and "properties" in schema)
 
 
 def _shared_references(value: Any, is_shared: bool = False) -> Iterator[str]:
-    """Yield references to schemas that describe an object together with other schemas."""
+    """Yield the ``$ref`` values of schemas in ``value`` that describe an object together with other schemas."""
     if isinstance(value, list):
         for each in value:
             yield from _shared_references(each, is_shared)

@@ -48,22 +48,22 @@ class Grown(Sequence[Item]):
 
 
 class _Snapshot:
-    """Compares and prints itself as a dataclass would that has the fields ``SEEN``."""
+    """Base of outputs: compares and prints like a dataclass whose fields are the names in ``SEEN``."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
     SEEN: ClassVar[tuple[str, ...]] = ()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all visible fields are equal."""
+        """Return whether ``other`` has the same type and equal values of all fields in ``SEEN``."""
         return self._seen() == other._seen() if isinstance(other, _Snapshot) else NotImplemented
 
     def __repr__(self) -> str:
-        """Return the type's name and all visible fields."""
+        """Return the type's name and all fields in ``SEEN``, as a dataclass prints itself."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._seen().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all visible fields as JSON values."""
+        """Return all fields in ``SEEN`` as a dict of JSON values."""
         return _plain(self._seen())
 
     def _seen(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class CompletionOutput(_Snapshot):
         self._logprobs: tuple[dict[int, Logprob], ...] | None = None
 
     def after(self, num_tokens: int) -> CompletionOutput:
-        """Return the snapshot as it was after the first ``num_tokens`` tokens, unfinished."""
+        """Return an earlier snapshot of this completion: its first ``num_tokens`` tokens, unfinished."""
         num_shown = self.text_ends[num_tokens - 1] if num_tokens and self.text_ends else 0
         logprobs = None if self.all_logprobs is None else self.all_logprobs[:num_tokens]
         sources = None if self.all_sources is None else self.all_sources[:num_tokens]
@@ -114,22 +114,22 @@ class CompletionOutput(_Snapshot):
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends, sources)
 
     def cut(self) -> CompletionOutput:
-        """Return the snapshot without its tokens, finished because of its length."""
+        """Return a copy without tokens and text. An ended completion's finish reason becomes "length"."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
 
     @property
     def attention_sources(self) -> tuple[tuple[AttentionSource, ...] | None, ...] | None:
-        """Per token the blocks of context with the most attention, the strongest first; None where not asked for.
+        """Per token, the blocks of context with the most attention, strongest first; None if not requested.
 
-        None of a token that came before this engine, or whose R-worker was lost right after it.
+        A token's entry is None if an earlier engine made the token, or its R-worker was lost right after it.
         """
         return None if self.all_sources is None else tuple(self.all_sources)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids of the output."""
+        """The token ids of this completion."""
         if self._token_ids is None:
             self._token_ids = tuple(self.tokens)
         return self._token_ids
@@ -142,7 +142,7 @@ class CompletionOutput(_Snapshot):
         return math.fsum(found[token].logprob for token, found in zip(self.token_ids, self.logprobs, strict=True))
 
     def finished(self) -> bool:
-        """Return whether the output has ended. The method is vLLM's."""
+        """Return whether this completion has ended. vLLM has a method of this name."""
         return self.finish_reason is not None
 
     @property
@@ -154,9 +154,9 @@ class CompletionOutput(_Snapshot):
 
 
 class RequestMetrics(_Snapshot):
-    """Times of a request on the clock ``time.perf_counter``: arrival, first prompt step, and each step with tokens.
+    """Times of a request in ``time.perf_counter`` seconds: arrival, first prompt step, and each step with tokens.
 
-    ``moments``: the source of ``token_seconds``.
+    ``moments``: the growing list that ``token_seconds`` copies.
     """
 
     __slots__ = ("_token_seconds", "arrival_seconds", "moments", "started_seconds")
@@ -171,7 +171,7 @@ class RequestMetrics(_Snapshot):
 
     @property
     def token_seconds(self) -> tuple[float, ...]:
-        """The time of each step that gave the request tokens."""
+        """The time at which each step that gave the request tokens ended, in seconds."""
         if self._token_seconds is None:
             self._token_seconds = tuple(self.moments)
         return self._token_seconds
@@ -200,7 +200,7 @@ class RequestOutput:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` converted to lists, dictionaries, numbers and strings."""
+    """Return ``value`` converted to JSON values: lists, dictionaries, numbers and strings."""
     if isinstance(value, _Snapshot | RequestOutput):
         return value.to_dict()
     if isinstance(value, Logprob):

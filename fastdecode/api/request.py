@@ -1,4 +1,4 @@
-"""A request in flight: its sequences, and the output that each sequence grows."""
+"""A waiting or running request: its sequences, and the completion that each sequence produces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Completion:
         return draft_token_ids[: len(self.grammar_ahead)]
 
     def append(self, sampled: SampledToken, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
-        """Take the next token and decide whether it was the last."""
+        """Append the token ``sampled``, and end the completion if this token is its last."""
         if sampled.failed:
             reason = _exclusion(params, len(self.sequence.output_token_ids)) if sampled.excluded else ""
             self.finish_reason, self.stop_reason = "error", reason or "the model gave no finite logits"
@@ -81,7 +81,7 @@ class Completion:
             self.finish_reason, self.stop_reason = "error", f"{UNFOLLOWED}: {grammar.error}"
 
     def output(self) -> CompletionOutput:
-        """Return a snapshot for the user."""
+        """Return a snapshot of this completion for the user."""
         return CompletionOutput(
             self.index,
             self.text.visible(self.finish_reason is not None) if self.text else "",
@@ -140,11 +140,11 @@ class Request:
 
     @property
     def num_prompt_top(self) -> int:
-        """How many of the likeliest tokens to report at each prompt position; -1 means all."""
+        """The number of likeliest tokens to report at each prompt position; -1 means all."""
         return self.params.prompt_logprobs or 0
 
     def take_prompt_scores(self, scores: PromptScores) -> None:
-        """Store the prompt scores of a step, replacing earlier scores of the same tokens."""
+        """Store the log-probabilities of prompt tokens from one step. They replace earlier ones of the same tokens."""
         stream = self.completions[0].text
         text = stream.decode_one if stream else lambda token: None
         if self.prompt_logprobs is not None:
@@ -154,18 +154,18 @@ class Request:
     def sampling_row(self, completion: Completion) -> SamplingRow:
         """Return the sampler's input for the completion's next token.
 
-        It is made once, since the list of tokens grows in place.
+        The row is made once and reused, since its list of tokens grows in place.
         """
         return self._sampling_rows[completion.index]
 
     def draft_rows(self, completion: Completion, draft_token_ids: list[int]) -> list[SamplingRow]:
-        """Return the sampler's inputs for the tokens that follow each beginning of ``draft_token_ids``."""
+        """Return one sampler input per draft token: row i samples the token after the first i + 1 draft tokens."""
         row, ahead = self.sampling_row(completion), completion.grammar_ahead
         ends = range(1, len(draft_token_ids) + 1)
         return [row.after(draft_token_ids[:end], ahead[end - 1] if ahead else None) for end in ends]
 
     def output(self) -> RequestOutput:
-        """Return a snapshot for the user."""
+        """Return a snapshot of the request and its completions for the user."""
         metrics = RequestMetrics(self.arrival_seconds, Grown(self.token_seconds), self.started_seconds)
         outputs = [completion.output() for completion in self.completions]
         return RequestOutput(
@@ -185,7 +185,7 @@ def make_request(
 ) -> Request:
     """Return a request with ``params.n`` completions, whose sequences are numbered from ``first_sequence_id``.
 
-    The first sequence computes the prompt; the others are forked from it. Without a seed in ``params``, the seed is
+    The first sequence computes the prompt; the others are forks of it. Without a seed in ``params``, the seed is
     derived from ``engine_seed`` and the sequence's number.
     """
     room = model.max_model_len - len(prompt_token_ids)
@@ -213,7 +213,7 @@ def make_request(
 
 
 def _exclusion(params: SamplingParams, num_tokens: int) -> str:
-    """Return the limits of ``params`` that together rule out every next token; "" if there are none."""
+    """Name the fields of ``params`` that together forbid every next token; "" if some token is allowed."""
     limits = {
         "structured_outputs": params.structured_outputs is not None,
         "allowed_token_ids": bool(params.allowed_token_ids),
@@ -225,7 +225,7 @@ def _exclusion(params: SamplingParams, num_tokens: int) -> str:
 
 
 def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]) -> TextStream | None:
-    """Return the text stream of a completion; None without a tokenizer, or if no text is wanted."""
+    """Return a new text stream for a completion; None without a tokenizer or with ``detokenize=False``."""
     if tokenizer is None or not params.detokenize:
         return None
     shown, skips = params.shown_special_token_ids, params.skip_special_tokens
@@ -241,7 +241,7 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
 
 
 class InFlight:
-    """The requests in flight, by id and by growing sequence. ``asking``: sequences that ask for attention sources."""
+    """All waiting and running requests, by id and by sequence id. ``asking``: sequences with attention sources."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -265,7 +265,7 @@ class InFlight:
                 self.asking.add(completion.sequence.sequence_id)
 
     def remove(self, request_id: str) -> Request | None:
-        """Remove and return a request; None if it is unknown."""
+        """Remove and return the request with this id; None if no such request waits or runs."""
         return self._requests.pop(request_id, None)
 
     def end(self, completion: Completion) -> None:
@@ -275,13 +275,13 @@ class InFlight:
         request.num_growing -= 1
 
     def completion(self, sequence_id: int) -> Completion:
-        """Return the completion that this sequence grows."""
+        """Return the completion that the sequence with this id produces."""
         return self._growing[sequence_id][1]
 
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
-        """Return the request and the completions that the sequence's next token is for.
+        """Return the sequence's request, and the completions that sample a next token from the sequence's logits.
 
-        Before a fork, that is every completion that still shares the prompt.
+        Before the sequence forks, these are all completions that still share its prompt; later, only its own.
         """
         request, completion = self._growing[sequence_id]
         siblings = completion.sequence.siblings
@@ -289,9 +289,9 @@ class InFlight:
         return request, [completion, *others]
 
     def sampling_rows(self, sequence_id: int, draft_token_ids: list[int] | None = None) -> list[SamplingRow]:
-        """Return the sampler's inputs for the sequence's next token, one per completion that it is for.
+        """Return the sampler's inputs for the sequence's next token, one per completion in its ``family``.
 
-        A sequence with draft tokens has one completion, and one more input for each draft token.
+        A sequence with draft tokens has one completion, and one additional input per draft token.
         """
         request, completions = self.family(sequence_id)
         rows = [request.sampling_row(completion) for completion in completions]

@@ -17,11 +17,11 @@ MAX_SAMPLES = 16384
 """Most samples of one prompt, as in vLLM."""
 
 NO_TOKEN = "no token is left to choose"
-"""The beginning of the reason when limits of a request exclude each other."""
+"""The beginning of ``stop_reason`` if a request's limits together forbid every token."""
 
 
 MAX_MAGNITUDE = 1e6
-"""Largest magnitude of a bias or penalty. Beyond it float32 logits lose precision, or overflow."""
+"""Largest magnitude of a bias or penalty. Beyond this, float32 logits lose precision or overflow."""
 
 
 @takes_vllms_fields
@@ -110,7 +110,7 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """True if the likeliest token is taken instead of a random draw."""
+        """True if each token is the likeliest one instead of a random draw."""
         # Temperatures below this are greedy, as in vLLM. Dividing logits by them would give infinities.
         greedy_below = 1e-5
         return self.temperature < greedy_below
@@ -119,13 +119,13 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """True if a bias or penalty changes logits at every step.
 
-        ``min_tokens`` and bad words do so only at some steps.
+        ``min_tokens`` and ``bad_words`` change logits only at some steps, so they do not count.
         """
         neutral = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         return bool(self.logit_bias or self.allowed_token_ids) or not neutral
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Check the parameters that need to know the model's vocabulary.
+        """Raise RequestError for token ids that a model with ``vocab_size`` tokens does not have.
 
         Raises:
             RequestError: a list of token ids, or ``logit_bias``, names a token that the model does not have.
@@ -175,7 +175,7 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, wanted))
         shown = _token_ids("shown_special_token_ids", self.shown_special_token_ids, wanted)
         self._set("shown_special_token_ids", shown)
-        if self.allowed_token_ids in ([], set()):  # () is None, normalised
+        if self.allowed_token_ids in ([], set()):  # not (), which a stored None becomes
             raise _refusal("allowed_token_ids", self.allowed_token_ids, f"{wanted}, not an empty one, or None")
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, wanted))
         self._set("logit_bias", _bias(self.logit_bias))

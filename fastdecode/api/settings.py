@@ -34,8 +34,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field with the data of its flag and its check.
 
-    ``text`` is its help; the default is appended, or ``unset`` if that says more. ``check_settings`` checks
-    ``choices``, ``least`` and ``most``; None always passes and means "choose for me". ``also``: more names of the flag.
+    ``text``: the flag's help, to which the default is appended, or ``unset`` if given. ``check_settings`` checks
+    ``choices``, ``least`` and ``most``; None means "choose for me" and passes. ``also``: more names of the flag.
     """
     told: dict[str, Any] = {"help": text, "group": group, "unset": unset, "metavar": metavar, "choices": choices}
     told |= {"least": least, "most": most, "also": also}
@@ -43,7 +43,7 @@ def setting(
 
 
 def check_settings(settings: Any) -> None:
-    """Raise ConfigError for the first field that is out of its range or not one of its choices."""
+    """Raise ConfigError for the first field of ``settings`` that is out of its range or not one of its choices."""
     for each in fields(settings):
         value, told = getattr(settings, each.name), each.metadata
         choices, least, most = (told.get(name) for name in ("choices", "least", "most"))
@@ -57,7 +57,7 @@ def check_settings(settings: Any) -> None:
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Return the bytes that "4GiB", "512MB", "1.5G" or 4294967296 stand for. A ConfigError names the setting."""
+    """Return the bytes that ``value`` ("4GiB", "512MB", "1.5G", 4294967296) means. A ConfigError names ``name``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", str(value), re.IGNORECASE)
     unit = (match.group(2) or "").upper() if match else ""
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -69,9 +69,9 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def parse_kv_cache_memory(value: int | str) -> int:
-    """Return the bytes of an R-worker's cache. Raise ConfigError if the unit was forgotten."""
+    """Return an R-worker's KV cache size ``value`` in bytes. Raise ConfigError if the user forgot the unit."""
     size = parse_bytes("kv_cache_memory", value)
-    # Fewest bytes of an R-worker's cache; fewer means that the unit was forgotten
+    # Fewest bytes of an R-worker's KV cache; a smaller number lacks its unit
     least_kv_cache_bytes = 1000
     if size < least_kv_cache_bytes:
         raise ConfigError(
@@ -81,7 +81,7 @@ def parse_kv_cache_memory(value: int | str) -> int:
 
 
 def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int | str | None) -> ParkPlace | None:
-    """Return where and when to park prefixes; None without a folder.
+    """Return the folder and limits for parked prefixes; None if ``folder`` is None.
 
     Raise ConfigError if other parking settings are given without a folder.
     """
@@ -103,7 +103,7 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
     """Return the name and the folder of the one LoRA adapter that ``values`` names.
 
-    It is "NAME=FOLDER", or vLLM's {"name": NAME, "path": FOLDER} as JSON text. Raise ConfigError for anything else.
+    Each is "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON. Raise ConfigError for other forms.
     """
     if len(values) > 1:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _json_lora_module(text: str) -> tuple[str, str]:
 
 
 def parse_cores(name: str, spec: str | None) -> list[int] | None:
-    """Return the core numbers of a list such as "0,2-3". A ConfigError names the setting."""
+    """Return the core numbers in ``spec``, a list such as "0,2-3". A ConfigError names the setting ``name``."""
     if spec is None:
         return None
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", spec):
@@ -154,8 +154,8 @@ class WorkerSpec:
     """A group of R-workers or prefill workers. ``kind``: "inproc", "spawn", "tcp", "mpi", "join" or "ray".
 
     ``addresses``: the "host:port" of each worker, for tcp. ``count``: the number of workers; 0 for R-workers of mpi,
-    which are all other ranks of the job. For join, the engine waits for the first ``count``. ``strict_spread``: Ray
-    places no two on one node.
+    which are all other ranks of the job. For join, the engine waits for ``count`` workers. ``strict_spread``: Ray
+    places no two workers on one node.
     """
 
     kind: str
@@ -170,7 +170,7 @@ class WorkerSpec:
 
 
 def parse_prefill_workers(spec: str) -> WorkerSpec:
-    """Return the parsed "spawn:N", "mpi:N" or "host:port,host:port".
+    """Return the parsed ``--prefill-workers``: "spawn:N", "mpi:N" or "host:port,host:port".
 
     Raise ConfigError for anything else, and for a repeated address.
     """
@@ -204,7 +204,7 @@ def parse_r_workers(spec: str) -> WorkerSpec:
 
 
 def _count(name: str, match: re.Match[str]) -> int:
-    """Return the number of workers in ``match``.
+    """Return the number of workers that the regex ``match`` of a worker spec found; ``name``: the setting.
 
     Raise ConfigError for more than MAX_HERE workers of a kind that runs on this machine.
     """
@@ -228,7 +228,7 @@ def _split_addresses(name: str, worker: str, spec: str) -> tuple[str, ...]:
 
 
 def split_address(name: str, address: str, least_port: int = 1) -> tuple[str, int]:
-    """Return the host and port of "host:port". A ConfigError names the setting."""
+    """Return the host and port in ``address``, "host:port". A ConfigError names the setting ``name``."""
     match = re.fullmatch(r"([A-Za-z0-9._-]+|\*):(\d{1,5})", address)
     if not match or not least_port <= int(match.group(2)) <= 65535:
         raise ConfigError(f"{name}: an address is host:port, with a port of {least_port} to 65535, not {address!r}")
@@ -247,7 +247,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_key(name: str, hosts: list[str], key_file: str | None) -> None:
-    """Raise ConfigError if a host is remote and there is no key file."""
+    """Raise ConfigError, naming setting ``name``, if one of ``hosts`` is remote and ``key_file`` is empty."""
     beyond = [host for host in hosts if not is_loopback(host)]
     if beyond and not key_file:
         raise ConfigError(
@@ -265,7 +265,7 @@ def check_security(level: str | None, key_file: str | None) -> None:
 
 
 def describe_security(level: str | None, key_file: str | None) -> str:
-    """Return one phrase that tells people how connections to R-workers are secured."""
+    """Return a phrase for logs that says how connections to R-workers are secured."""
     if not key_file:
         return "loopback, not encrypted"
     return "authenticated, NOT encrypted" if level == "authenticate" else "CURVE, authenticated and encrypted"

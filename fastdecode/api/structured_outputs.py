@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form of a request's text, with vLLM's names and meanings."""
+"""StructuredOutputsParams: constraints on a request's output text, with vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 UNFOLLOWED = "structured_outputs cannot be followed"
-"""The beginning of the reason when a grammar is refused, or fails at some token."""
+"""The beginning of ``stop_reason`` if a grammar is refused, or fails at some token."""
 
 
 @dataclass(frozen=True)

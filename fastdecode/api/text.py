@@ -1,4 +1,4 @@
-"""Conversion of text to token ids and back: reading prompts, and streaming text with stop strings."""
+"""Converts prompts to token ids, and token ids to streamed text that ends at stop strings."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class Tokenizer(Protocol):
 
     @property
     def text_bound(self) -> TextBound | None:
-        """An upper bound on text per token; None if there is none."""
+        """An upper bound on the bytes of text per token; None if the tokenizer has no bound."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Special tokens, which ``skip_special_tokens`` leaves out of the text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text. They may be only a part of a character."""
+        """Return the bytes that the token adds to a text. They may be only a part of a character."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return token ids of ``text``, with the special tokens the model expects."""
 
     def encode_chat(self, messages: Any, max_model_len: int | None = None, /, **template_arguments: Any) -> list[int]:
-        """Return the token ids of a conversation, up to where the answer begins."""
+        """Return the token ids of a conversation, rendered up to where the answer begins."""
 
 
 class TextStream:
     """The growing text of one completion.
 
     The tokenizers library holds incomplete characters back. A stop string ends the text wherever it occurs, also across
-    tokens. The text excludes it unless ``include_stop``.
+    tokens. The text excludes the stop string unless ``include_stop``.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """Decode after the end of the prompt, since some tokenizers drop a space at the beginning.
+        """Start a text that continues the prompt, since some tokenizers drop a space at the beginning of a text.
 
-        ``hidden``: tokens that the text omits.
+        ``hidden``: ids of further tokens that the text omits.
         """
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._hidden = hidden
-        # Prompt tokens that are decoded in front of the first output token
+        # Number of last prompt tokens to decode in front of the first output token
         prompt_context = 6
         self._stream = DecodeStream(ids=list(prompt_token_ids[-prompt_context:]), skip_special_tokens=skip_special)
         self._stop = tuple(stop)
@@ -89,9 +89,9 @@ class TextStream:
         return string
 
     def _decode(self, token_id: int) -> str | None:
-        """Return the text that this token adds; None if its characters are incomplete.
+        """Return the text that the token adds; None while its last character is incomplete.
 
-        The library fails on byte tokens that form no character; the stream then starts again.
+        The tokenizers library fails on byte tokens that form no character; decoding then starts afresh.
         """
         try:
             return self._stream.step(self._tokenizer, token_id)
@@ -100,15 +100,15 @@ class TextStream:
             return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
 
     def decode_one(self, token_id: int) -> str:
-        """Return the text of one token by itself."""
+        """Return the text of one token, decoded without its neighbors."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def visible(self, finished: bool) -> str:
-        """Return the text that can be shown. Unless ``finished``, this excludes an end that may begin a stop string."""
+        """Return the text to show. Unless ``finished``, this excludes an end that may be the start of a stop string."""
         return self.text if finished else self.text[: self.num_visible()]
 
     def num_visible(self) -> int:
-        """Return how many characters can be shown while the text grows."""
+        """Return the length, in characters, of the text to show while the text grows."""
         if not self._longest_stop:
             return len(self.text)
         return len(self.text) - max((overlap(self.text, string) for string in self._stop), default=0)
@@ -121,20 +121,20 @@ def overlap(text: str, string: str) -> int:
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text; the name is vLLM's."""
+    """A prompt given as text. vLLM has a class of this name."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; the name is vLLM's. ``prompt`` is its text, which the outputs repeat."""
+    """A prompt given as token ids, as in vLLM. ``prompt``: its text, if known, which outputs repeat."""
 
     prompt_token_ids: list[int]
     prompt: str
 
 
 PromptType = str | Sequence[int] | Mapping[str, Any] | TextPrompt | TokensPrompt
-"""Text, token ids, or {"prompt": …} / {"prompt_token_ids": […]}."""
+"""The accepted forms of a prompt: text, token ids, or {"prompt": …} / {"prompt_token_ids": […]}."""
 
 
 def read_prompt(
@@ -144,7 +144,7 @@ def read_prompt(
     max_model_len: int,
     add_special_tokens: bool = True,
 ) -> tuple[str | None, list[int]]:
-    """Return the prompt's text (None if token ids were given) and its token ids. A RequestError names the fault."""
+    """Return the prompt's text (None if given as token ids) and its token ids. Raise RequestError for a bad prompt."""
     if isinstance(prompt, Mapping):
         given: dict[str, Any] = dict(prompt)
         known = {"prompt", "prompt_token_ids"} & given.keys()
@@ -174,7 +174,7 @@ def encode_text(
 ) -> list[int]:
     """Return token ids of ``text``.
 
-    Raise RequestError if it is not a string, cannot fit the model, or there is no tokenizer.
+    Raise RequestError if ``text`` is no string or cannot fit ``max_model_len``, or without a tokenizer.
     """
     if not isinstance(text, str):
         raise RequestError(f"prompt must be text or token ids, not {type(text).__name__}")
@@ -189,10 +189,10 @@ def encode_text(
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return ``ids`` as a list. Raise RequestError unless all are token ids of the model."""
+    """Return ``ids`` as a list. Raise RequestError unless all are integers from 0 to ``vocab_size`` - 1."""
     if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids.copy()
-    if isinstance(ids, (bytes, bytearray, memoryview)):  # these are sequences of integers, but not of token ids
+    if isinstance(ids, (bytes, bytearray, memoryview)):  # bytes are sequences of integers, but not of token ids
         raise RequestError(f"prompt must be text or token ids, not {type(ids).__name__}: decode it to text")
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         try:

@@ -9,28 +9,28 @@ from typing import Any
 from fastdecode.core.errors import RequestError
 
 LONG_TEXT_BYTES = 1 << 16
-"""Tokenizing a text longer than this takes so long that short texts should not wait for it."""
+"""Bytes of text from which tokenizing takes so long that short texts should not wait for it."""
 
 
 @dataclass(frozen=True)
 class TextBound:
-    """The most text that one token can stand for:
+    """An upper bound on the text that one token stands for, to refuse long texts before tokenizing them.
 
-    ``bytes_per_token`` bytes of UTF-8. ``dropped`` bytes do not count, since no token stands for them.
+    ``bytes_per_token``: UTF-8 bytes. ``dropped``: bytes that do not count, since no token stands for them.
     """
 
     bytes_per_token: int
     dropped: bytes = b""
 
     def num_bytes(self, text: str) -> int:
-        """Return how many bytes of ``text`` become tokens."""
+        """Return how many UTF-8 bytes of ``text`` count, that is, are not ``dropped``."""
         if not self.dropped and text.isascii():
             return len(text)
         pieces = (text[start : start + LONG_TEXT_BYTES] for start in range(0, len(text), LONG_TEXT_BYTES))
         return sum(len(piece.encode(errors="surrogatepass").translate(None, self.dropped)) for piece in pieces)
 
     def check(self, subject: str, num_bytes: int, max_model_len: int) -> None:
-        """Raise RequestError if ``num_bytes`` need more than ``max_model_len`` tokens."""
+        """Raise RequestError, about ``subject``, if ``num_bytes`` bytes need more than ``max_model_len`` tokens."""
         most = max_model_len * self.bytes_per_token
         if num_bytes > most:
             raise RequestError(
@@ -42,7 +42,7 @@ class TextBound:
 def check_can_fit(text: str, bound: TextBound | None, max_model_len: int) -> None:
     """Raise RequestError if ``text`` has too many bytes for ``max_model_len`` tokens, without tokenizing it.
 
-    Without a ``bound`` nothing is refused.
+    If ``bound`` is None, accept every text.
     """
     if bound is not None:
         bound.check("prompt has", bound.num_bytes(text), max_model_len)
@@ -70,7 +70,7 @@ def check_conversation_can_fit(
     marked = [{**message, "content": marks.get(index, "")} for index, message in enumerate(messages)]
     try:
         text = render(marked)
-    except Exception:  # a template may raise anything; it raises again for the messages themselves
+    except Exception:  # a template may raise anything; rendering the real messages will raise it again
         return
     if all(mark in text for mark in marks.values()):
         bound.check("messages have", num_bytes, max_model_len)

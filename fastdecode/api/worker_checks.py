@@ -1,4 +1,4 @@
-"""Checks that settings of workers are consistent: their place, connection and resources."""
+"""Checks that the settings of workers are consistent: where workers run, how they connect, what they may use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_workers(config: EngineSettings) -> None:
 
 
 def _check_tensor_parallel(config: EngineSettings) -> None:
-    """Refuse settings that need a single S-worker process."""
+    """Raise ConfigError for settings that do not work with several S-worker processes (tensor parallelism)."""
     size = config.tensor_parallel_size
     if config.in_mpi_job:
         name = "r_workers" if config.r_worker_spec.kind == "mpi" else "prefill_workers"
@@ -36,7 +36,7 @@ def _check_tensor_parallel(config: EngineSettings) -> None:
 
 
 def _check_r_workers(config: EngineSettings) -> None:
-    """Refuse local settings for remote R-workers, and remote R-workers without a key."""
+    """Raise ConfigError for local resources of remote R-workers, and for remote R-workers without a key file."""
     spec = config.r_worker_spec
     check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
     for name in ("kv_cache_memory", "r_threads", "r_cores", "park_dir"):
@@ -60,7 +60,7 @@ def _check_r_workers(config: EngineSettings) -> None:
 
 
 def _check_parking(config: EngineSettings) -> None:
-    """Refuse parking with settings that switch prefixes off or spread one over several workers."""
+    """Raise ConfigError for parking with settings that disable prefix caching or split prefixes over R-workers."""
     if config.park_dir is None:
         return
     for name, refused in (
@@ -75,7 +75,7 @@ def _check_parking(config: EngineSettings) -> None:
 
 
 def _check_joining(config: EngineSettings) -> None:
-    """Refuse settings that conflict with R-workers that join later."""
+    """Raise ConfigError for settings that conflict with R-workers that join later."""
     if config.pool_listen is None:
         raise ConfigError(
             f"r_workers: {config.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
@@ -85,7 +85,7 @@ def _check_joining(config: EngineSettings) -> None:
 
 
 def _check_ray(config: EngineSettings) -> None:
-    """Refuse settings that conflict with R-workers placed by Ray."""
+    """Raise ConfigError for settings that conflict with R-workers placed by Ray."""
     if config.profile is not None:
         raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
     spec = config.prefill_worker_spec
@@ -98,7 +98,7 @@ def _check_ray(config: EngineSettings) -> None:
 
 
 def _check_prefill_workers(config: EngineSettings) -> None:
-    """Refuse local settings for remote prefill workers, and remote prefill workers without a key."""
+    """Raise ConfigError for local resources of remote prefill workers, and for remote ones without a key file."""
     spec = config.prefill_worker_spec
     for name in ("prefill_threads", "prefill_cores"):
         if getattr(config, name) is not None and (spec is None or spec.kind != "spawn"):
@@ -110,7 +110,7 @@ def _check_prefill_workers(config: EngineSettings) -> None:
 
 
 def _check_session(config: EngineSettings) -> None:
-    """Refuse a session that cannot outlive its S-worker."""
+    """Raise ConfigError for ``session`` with settings under which nothing can outlive the S-worker."""
     if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
     if config.session is not None and config.r_worker_spec.kind != "tcp":
@@ -130,7 +130,7 @@ def _check_session(config: EngineSettings) -> None:
 
 
 def _check_journal_on_r_workers(config: EngineSettings) -> None:
-    """Refuse settings that conflict with a journal in the R-workers' memory."""
+    """Raise ConfigError for settings that conflict with a journal in the R-workers' memory."""
     if not config.keep_session:
         raise ConfigError(
             f"journal: {ON_R_WORKERS} keep it as long as the session's sequences: give --session and --keep-session, "
@@ -145,7 +145,7 @@ def _check_memory(config: EngineSettings) -> None:
     for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
-            continue  # Ray knows its nodes
+            continue  # Ray knows how much memory its nodes have
         if wanted is not None and wanted * times > total_memory_bytes():
             each = f" for each of {times} R-workers" if times > 1 else ""
             raise ConfigError(

@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """Print what each file contains, or why it cannot be read."""
+    """Print the content of each parked session's file, or why the file cannot be read."""
     for path in _files(args.park_dir):
         row = _row(path)
         if args.json:
@@ -58,7 +58,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_drop(args: argparse.Namespace) -> int:
-    """Remove the named files, the unused ones, or with --all every file."""
+    """Delete the parked files that ``args.names`` lists, those --unused for so many seconds, or --all."""
     if not (args.names or args.all or args.unused is not None):
         raise ConfigError("cache drop: name files, or give --unused SECONDS or --all")
     num_bytes = count = 0
@@ -72,7 +72,7 @@ def run_drop(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Check every byte of each file."""
+    """Check every byte of each named file, and print whether it is intact."""
     good = bad = 0
     for path in _named(args):
         try:
@@ -97,7 +97,7 @@ def _files(folder: str) -> list[Path]:
 
 
 def _named(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield the files that ``args`` names, or all files. Raise ConfigError for a missing one."""
+    """Yield the files in the parking folder that ``args.names`` lists, or all. Raise ConfigError for a missing file."""
     files = {path.name: path for path in _files(args.park_dir)}
     if unknown := set(args.names) - set(files):
         raise ConfigError(f"cache: {args.park_dir} has no file {min(unknown)}; `fastdecode cache ls` names them")

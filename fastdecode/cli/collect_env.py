@@ -23,14 +23,14 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one fact per line."""
+    """Print the facts of this machine, one per line."""
     for name, value in facts().items():
         print(f"{name + ':':<22} {value}")
     return 0
 
 
 def chosen_isa() -> str:
-    """Return the instruction set that R-workers of this machine use.
+    """Return the CPU instruction set that R-workers use on this machine.
 
     Raise ConfigError if FASTDECODE_ISA names one that this machine lacks.
     """
@@ -38,11 +38,11 @@ def chosen_isa() -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts of this machine, with the read bandwidth of all cores measured now."""
+    """Return facts of this machine as plain data. This measures the memory read bandwidth of all cores."""
     from fastdecode import _rworker
 
     cores = usable_cores()
-    # Bytes read to measure the read bandwidth: far more than the last-level cache holds
+    # Bytes read to measure the memory bandwidth: far more than the last-level cache holds
     read_peak_bytes = 512 * 2**20
     return {
         "cpu": cpu_name(),
@@ -55,7 +55,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def facts() -> dict[str, str]:
-    """Return facts by name, in the order in which to print them."""
+    """Return the facts of a bug report (versions, CPU, GPU) as text by name, in the order to print them."""
     from fastdecode import _rworker
 
     chosen = tuning()

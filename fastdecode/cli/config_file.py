@@ -16,7 +16,7 @@ CONFIG = "--config"
 
 
 def with_file(words: Sequence[str], actions: Actions) -> tuple[list[str], frozenset[str]]:
-    """Return ``words`` with the flags of the ``--config`` file, and the dests that only the file sets.
+    """Return command line ``words`` plus the flags of their ``--config`` file, and the dests that only the file sets.
 
     Raises:
         ValueError: the file is missing, is no YAML mapping, or has an unknown flag.
@@ -33,7 +33,7 @@ def with_file(words: Sequence[str], actions: Actions) -> tuple[list[str], frozen
 
 
 def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the words without ``--config FILE``, and the file; None without that flag."""
+    """Return ``words`` without ``--config FILE``, and the path FILE; None in place of FILE without that flag."""
     line, path, rest = [], None, list(words)
     while rest:
         word = rest.pop(0)
@@ -50,7 +50,7 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _flags(path: str, actions: Actions) -> Iterator[tuple[str, list[str]]]:
-    """Yield the dest and the words of each setting in the file."""
+    """Yield argparse's dest and the command-line words of each setting in the file at ``path``."""
     for name, value in _read(path).items():
         flag = f"--{str(name).lstrip('-').replace('_', '-')}"
         if flag not in actions or flag == CONFIG:
@@ -61,7 +61,7 @@ def _flags(path: str, actions: Actions) -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(path: str, flag: str, value: Any, action: argparse.Action, actions: Actions) -> list[str]:
-    """Return the command-line words for ``value``; none for null or an empty list."""
+    """Return the command-line words that set ``flag`` to the file's ``value``; [] for null or an empty list."""
     if value is None or value == []:
         return []
     if action.nargs == 0:
@@ -75,7 +75,7 @@ def _words(path: str, flag: str, value: Any, action: argparse.Action, actions: A
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds."""
+    """Return the mapping that the YAML file at ``path`` contains."""
     if find_spec("yaml") is None:
         raise ValueError(f"argument {CONFIG}: needs PyYAML, which is not installed: pip install pyyaml")
     import yaml

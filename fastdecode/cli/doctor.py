@@ -1,4 +1,4 @@
-"""``fastdecode doctor``: finds what would keep R-workers from working here, and says how to mend it."""
+"""``fastdecode doctor``: finds problems of this machine that would stop R-workers, and advises how to fix them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return 1 if one is broken, else 0."""
+    """Print all findings; return 1 if the level of one is "broken", else 0."""
     if args.r_workers and parse_r_workers(args.r_workers).kind != "tcp":
         raise ConfigError(f"r_workers: doctor measures R-workers at host:port, not {args.r_workers!r}")
     if not 1 <= args.port <= 65535:
@@ -84,7 +84,7 @@ LIBRARY_CODE = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version().splitlines()[0])"
 )
-"""Prints the MPI library's version without MPI_Init, which would leave shared memory behind."""
+"""Python code that prints the MPI library's version without MPI_Init, which would leave shared memory behind."""
 
 
 def check_machine() -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield one finding per instruction set of this machine, compared with the scalar kernels."""
+    """Yield one finding per CPU instruction set: do its attention kernels agree with the scalar kernels?"""
     for isa in _rworker.supported_isas():
         broken, _, cure = (_rworker.self_test(isa) or "").partition("; ")
         if broken:
@@ -124,7 +124,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def check_mpi() -> Iterator[Finding]:
-    """Yield findings about mpirun, the library of mpi4py, whether both are the same MPI, and the number of ranks."""
+    """Yield findings about mpirun, mpi4py's library, whether both are the same MPI, and the number of ranks."""
     mpiexec = find_mpiexec()
     library, error = _python(LIBRARY_CODE)
     if not mpiexec and not library:
@@ -141,7 +141,7 @@ def check_mpi() -> Iterator[Finding]:
 
 
 def check_ray() -> Iterator[Finding]:
-    """Yield a finding if Ray is installed or a cluster is named. It does not connect to the cluster."""
+    """Yield a finding if Ray is installed or RAY_ADDRESS names a cluster. This does not connect to the cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     named = f", RAY_ADDRESS {address}" if address else ""
     try:
@@ -186,7 +186,7 @@ def _match(mpiexec: Mpiexec, library: str) -> Finding:
 
 def _check_world() -> Iterator[Finding]:
     """Yield a finding under a launcher: does MPI see as many ranks as were started?"""
-    # Variables in which launchers give a job's number of ranks
+    # Environment variables in which launchers give a job's number of ranks
     size_variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     started = next((int(os.environ[name]) for name in size_variables if os.environ.get(name, "").isdigit()), 0)
     if started == 1:
@@ -203,7 +203,7 @@ def _check_world() -> Iterator[Finding]:
 
 
 def _python(code: str) -> tuple[str, str]:
-    """Return the output of ``code`` in a process outside any job, or the reason for its failure."""
+    """Run Python ``code`` in a process outside any MPI job. Return (output, "") or ("", why it failed)."""
     launcher = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     command = [sys.executable, "-c", code]
@@ -221,13 +221,13 @@ def _python(code: str) -> tuple[str, str]:
 
 LAYOUT = KVLayout((Dense(8, 8, 128, 128, 1.0),), "float32", "float32")
 NUM_TOKENS = 2048
-"""Tokens of the test sequence, with 16 MiB of keys and values."""
+"""Tokens of the sequence that tests a link; its keys and values take 16 MiB."""
 
 
 def check_links(r_workers: str, key_file: str | None, security: str | None) -> list[Finding]:
-    """Return one finding per R-worker at "host:port,…", and one about two copies of sequences on them.
+    """Return a finding per R-worker at ``r_workers`` ("host:port,…"), and one about keeping two copies on them.
 
-    Raise ConfigError for addresses that need a key file, if there is none.
+    Raise ConfigError if an address needs a key file and ``key_file`` is None.
     """
     addresses = parse_r_workers(r_workers).addresses
     check_key("r_workers", [split_address("r_workers", each)[0] for each in addresses], key_file)
@@ -237,7 +237,7 @@ def check_links(r_workers: str, key_file: str | None, security: str | None) -> l
 
 
 def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
-    """Yield a finding: which failures would ``--kv-replicas 2`` survive on these machines?"""
+    """Yield a finding: which failures does ``--kv-replicas 2`` survive with R-workers on ``hosts``?"""
     num_hosts = len(set(hosts))
     if num_hosts > 1:
         yield Finding("ok", f"--kv-replicas 2: each sequence would have its two copies on two of {num_hosts} machines")
@@ -247,7 +247,7 @@ def _machines_finding(hosts: list[str]) -> Iterator[Finding]:
 
 
 def _check(address: str, key_file: str | None, security: str | None, hosts: list[str]) -> Finding:
-    """Return the finding about one R-worker, and add its machine to ``hosts``."""
+    """Return the finding about the R-worker at ``address``, and append the name of its machine to ``hosts``."""
     backend = make_backend(EngineConfig(r_workers=address, key_file=key_file, security=security), [])
     try:
         (info,) = backend.open(LAYOUT)
@@ -262,7 +262,7 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
         f"R-worker {address}: {info.num_threads} thread(s), {info.isa}, reads {info.read_gb_per_s:.1f} GB/s; "
         f"round trip {seconds * 1e6:.0f} µs, link {rate:.2f} GB/s"
     )
-    # An empty step that takes longer slows every layer noticeably
+    # Seconds of an empty step above which the link slows every layer noticeably
     slow_seconds = 2e-3
     slow_gb_per_s = 1.0
     if seconds > slow_seconds or rate < slow_gb_per_s:
@@ -271,7 +271,7 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
 
 
 def _step_seconds(backend: AttentionBackend) -> float:
-    """Return the median seconds to begin an empty step, which takes one round trip."""
+    """Return the median seconds to begin an empty step on the R-worker, which takes one network round trip."""
     nothing = StepPlan((WorkerPlan(np.zeros(0, CONTROL), ()),))
     seconds = []
     num_steps = 50
@@ -284,7 +284,7 @@ def _step_seconds(backend: AttentionBackend) -> float:
 
 
 def _gb_per_s(backend: AttentionBackend) -> float:
-    """Return the bandwidth of sending a sequence there and back in GB/s; the faster of two trials."""
+    """Return the bandwidth in GB/s of sending a sequence to the R-worker and back: the faster of two trials."""
     data = np.zeros(NUM_TOKENS * LAYOUT.kv_bytes_per_token, np.uint8)
     seconds = []
     for sequence_id in range(2):

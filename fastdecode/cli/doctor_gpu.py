@@ -1,4 +1,4 @@
-"""The GPU, as ``fastdecode doctor`` finds it."""
+"""Findings of ``fastdecode doctor`` about the GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastdecode.cli.findings import Finding
 def check_gpu() -> Iterator[Finding]:
     """Yield findings about the GPU that an S-worker here would use."""
     if find_spec("torch") is None:
-        return  # the R-workers' distribution
+        return  # the distribution for R-workers has no torch
     from fastdecode.sworker.run.gpu_findings import gpu_state
 
     yield from findings_of(gpu_state(), Path("/proc/driver/nvidia/version").exists())
 
 
 def findings_of(state: Any, has_driver: bool) -> Iterator[Finding]:
-    """Yield what a ``GpuState`` means; ``has_driver``: NVIDIA's is loaded here."""
+    """Yield the findings that follow from ``state``. ``has_driver``: NVIDIA's kernel driver is loaded."""
     built = f"torch {state.torch_version}" + (f" for CUDA {state.cuda_version}" if state.cuda_version else " for CPUs")
     if not state.name and has_driver:
         other_torch = "pip install torch for your driver's CUDA: https://pytorch.org/get-started/locally"

@@ -42,7 +42,7 @@ def _contents(folder: str, look: JournalLook) -> Iterator[Finding]:
 
 
 def _writing(folder: Path) -> Finding:
-    """Return a finding: can files be locked and renamed here, as engines do?"""
+    """Return a finding: can files in ``folder`` be locked and renamed, as engines need?"""
     path = folder / f"doctor-{secrets.token_hex(4)}"
     try:
         with path.open("w") as file:

@@ -15,7 +15,7 @@ from fastdecode.core.machine import advise_cache, force_to_disk
 
 
 def check_parking(folder: str) -> Iterator[Finding]:
-    """Yield findings about ``folder``. It may be in use by an R-worker, and nothing is left behind."""
+    """Yield findings about ``folder``, which an R-worker may be using. No probe file stays behind."""
     path = Path(folder)
     if not path.is_dir():
         yield Finding("broken", f"park_dir {folder}: no folder", "an R-worker with --park-dir makes it")
@@ -34,7 +34,7 @@ def check_parking(folder: str) -> Iterator[Finding]:
 
 
 def _speeds(folder: Path) -> tuple[float, float]:
-    """Return bytes per second of writing to the disk and of reading back, without the page cache where possible."""
+    """Return the disk's write and read speeds in bytes per second, without the page cache where possible."""
     path, data = folder / f"doctor-{secrets.token_hex(4)}.tmp", os.urandom(1 << 20)
     # Bytes that the probe writes, syncs and reads back: enough to show the disk's speed within about a second
     probe_bytes = 32 << 20

@@ -18,7 +18,7 @@ _CACHE = ("kv_cache_memory", "kv_cache_dtype", "r_workers")
 _LENGTHS = ("random_input_len", "random_output_len", "num_prompts", "request_rate")
 
 MOST_SHOWN = 15
-"""Most flags that ``--help`` of a command shows, including itself and ``--help-all``."""
+"""Most flags that a command's ``--help`` lists, including ``--help`` and ``--help-all``."""
 
 ESSENTIAL = {
     "generate": ("max_tokens", "temperature", "top_p", "stop", "n", "chat", "json", *_MODEL, *_CACHE),
@@ -80,4 +80,4 @@ TEXTS = {
     "served_model_name": "what clients call the model",
     "tool_call_parser": "form of the model's tool calls, such as hermes",
 }
-"""Shorter help texts than those of ``--help-all``."""
+"""Help texts by flag that ``--help`` shows in place of the longer ones of ``--help-all``."""

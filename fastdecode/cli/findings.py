@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. ``level``: "ok", "note" or "broken"; anything but "ok" has a remedy."""
+    """One result of a check. ``level``: "ok", "note" or "broken". ``cure``: the remedy, "" only if "ok"."""
 
     level: str
     what: str

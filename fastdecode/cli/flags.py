@@ -1,6 +1,6 @@
-"""Flags shared by commands, generated from the settings that they fill.
+"""Flags that several commands share, generated from the fields of the settings classes.
 
-Names and meanings are vLLM's if it has them.
+A flag that vLLM has too keeps vLLM's name and meaning.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from fastdecode.engine.compose.backends import prepare
 logger = logging.getLogger(__name__)
 
 SCHEDULE = ("max_num_seqs", "max_num_batched_tokens", "block_size", "schedule", "kv_load_limit", "micro_batch_interval")
-"""Settings of the scheduler, for engine and simulator."""
+"""The scheduler's settings, which the engine and the simulator share."""
 
 PLACING = ("kv_shard_tokens", "kv_replicas")
-"""Settings of where a sequence's cache is placed, for engine, planner and simulator."""
+"""Settings that place sequences' KV caches on R-workers, which engine, planner and simulator share."""
 
 PREFILL_MODEL = tuple(name for name in prefill_settings() if name != "seed" and "tokenizer" not in name)
 """Flags of prefill workers; ``--seed`` is a common flag."""
 
 
 def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str, str]) -> None:
-    """Add a flag for each named field of the dataclass ``kind``. ``changes``: replacements of help texts by field."""
+    """Add a flag for each field in ``names`` of the dataclass ``kind``. ``changes``: replaced help texts by field."""
     known = {each.name: each for each in fields(kind)}
     for name in names:
         _add_flag(group, known[name], changes.get(name, {}))
 
 
 def add_placing_flags(group: Any, unset: str) -> None:
-    """Add ``--kv-shard-tokens`` and ``--kv-replicas``. ``unset``: how the length of ranges is chosen by default."""
+    """Add ``--kv-shard-tokens`` and ``--kv-replicas``. ``unset``: help text about the default shard length."""
     add_flags(group, EngineConfig, PLACING, kv_shard_tokens={"unset": unset})
 
 
@@ -81,7 +81,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that a hardware profile depends on: the model, and where R-workers run."""
+    """Add the flags that choose what to measure for a hardware profile: the model, and where R-workers run."""
     group = parser.add_argument_group("model and R-workers")
     add_flags(
         group, EngineConfig, [*flag_names(MODEL), "kv_cache_dtype", "r_workers", "key_file", "security"],
@@ -91,9 +91,9 @@ def add_calibrated_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the flags describe. A ConfigError names the bad flag.
+    """Return the EngineConfig that the parsed flags ``args`` describe. A ConfigError names the bad flag.
 
-    A process of an MPI job joins the job here, before it loads a model.
+    If this process belongs to an MPI job, it joins the job here, before it loads a model.
     """
     if args.r_workers == "mpi" or str(getattr(args, "prefill_workers", "")).startswith("mpi:"):
         say_mended()
@@ -105,7 +105,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if config.profile:
         from fastdecode.perfmodel.profile_json import load_profile
 
-        load_profile(config.profile)  # refuse a broken profile before a model is loaded
+        load_profile(config.profile)  # refuses a broken profile before the model is loaded
     if config.tensor_parallel_size > 1:
         from fastdecode.tensor_parallel.rank_place import find_place
 
@@ -122,7 +122,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
-    """Add the flags that R-workers and prefill workers share. ``listen``: the default address."""
+    """Add the flags that R-workers and prefill workers share. ``listen``: the default of --listen."""
     parser.add_argument(
         "--listen", metavar="ADDRESS", help=f"port 0: any ({listen}; with --join, any port of the address towards it)"
     )
@@ -139,7 +139,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 
 def model_words(words: Sequence[str]) -> list[str]:
-    """Return the S-worker's flags that its prefill workers need too: those about the model and its loading."""
+    """Return those of the S-worker's command-line ``words`` that its prefill workers need too: about the model."""
     known = {flag_of(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):
@@ -157,14 +157,14 @@ def check_threads(threads: int | None) -> None:
 
 
 def check_cores(cores: list[int] | None) -> None:
-    """Raise ConfigError for cores that this process may not use."""
+    """Raise ConfigError if ``cores`` has core numbers that this process may not use."""
     missing = sorted(set(cores or ()) - set(usable_cores()))
     if missing:
         raise ConfigError(f"cores: this process may not use {missing}; it has {usable_cores()}")
 
 
 def check_transport(transport: str, join: str | None) -> None:
-    """Raise ConfigError if a rank of an MPI job is also told to ``--join``."""
+    """Raise ConfigError if the options combine ``--transport mpi`` with ``--join``."""
     if join and transport == "mpi":
         raise ConfigError("join: an MPI job has the ranks it was started with; leave --transport out")
 
@@ -178,7 +178,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def say_mended() -> None:
-    """Undo a launcher's binding to a single core, and log it."""
+    """Undo a launcher's binding of this process to a single core, and print that on stderr."""
     mended = mend_binding()
     if mended:
         print(f"fastdecode: {mended}", file=sys.stderr, flush=True)
@@ -197,7 +197,7 @@ def _add_flag(group: Any, field: Field[Any], changes: dict[str, str]) -> None:
     if str(field.type).startswith("list"):
         settings |= {"nargs": "+", "action": "extend"}
     group.add_argument(*map(flag_of, (field.name, *told["also"])), dest=field.name, **settings)
-    # vLLM's short flags of settings
+    # vLLM's short flags, by setting
     shorts = {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
     for short in shorts.get(field.name, ()):
         group.add_argument(short, dest=field.name, **settings | HIDDEN)
@@ -226,7 +226,7 @@ def _reader(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the value of a flag that takes a JSON object."""
+    """Return the JSON object that the flag's text ``text`` holds."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -237,7 +237,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _translated(name: str, text: str) -> Any:
-    """Return a flag's value in our spelling."""
+    """Return the value ``text`` of flag ``name`` in our spelling, if it is in vLLM's."""
     try:
         return translate(name, text)
     except ConfigError as error:
@@ -245,7 +245,7 @@ def _translated(name: str, text: str) -> Any:
 
 
 def count(text: str) -> int:
-    """Return the integer that a flag such as 4096, 4k or 4K stands for."""
+    """Return the integer that a flag's value such as 4096, 4k (4000) or 4K (4096) stands for."""
     try:
         return read_count(text)
     except ValueError as error:
@@ -253,7 +253,7 @@ def count(text: str) -> int:
 
 
 def auto_count(text: str) -> int | None:
-    """Return the integer that a flag such as 4096 or 4k stands for; None for "auto" and "-1"."""
+    """Return the integer that a flag's value such as 4096 or 4k stands for; None for "auto" and "-1"."""
     return None if text.strip().lower() in ("auto", "-1") else count(text)
 
 
@@ -264,7 +264,7 @@ def _seed(text: str) -> int:
 
 
 def auto_int(text: str) -> int | None:
-    """Return the integer that a flag stands for; None for "auto"."""
+    """Return the integer that a flag's value stands for; None for "auto"."""
     if text == "auto":
         return None
     try:

@@ -52,9 +52,9 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate; stream a single text, otherwise print each request when it finishes."""
+    """Generate and print texts; return the exit status. A single text is streamed, others print when finished."""
     config = engine_config(args)
-    SamplingParams(**_given(args, {}))  # refuse bad sampling flags before the model is loaded
+    SamplingParams(**_given(args, {}))  # refuses bad sampling flags before the model is loaded
     from fastdecode.engine.engine import LLMEngine
 
     engine = LLMEngine(config)
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters: flags override the model's defaults, which override vLLM's."""
+    """Return the SamplingParams fields that ``args`` give, over ``defaults``, the model's own."""
     names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed is the engine's seed
     return defaults | {name: value for name, value in vars(args).items() if name in names and value not in (None, [])}
 
 
 def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
-    """Return a chat prompt with ``text`` as the user's message. Outputs show only ``text``."""
+    """Return a prompt: the chat template with ``text`` as the user's message. Outputs repeat only ``text``."""
     if engine.s_model.tokenizer is None:
         raise ConfigError("--chat needs the tokenizer (no --skip-tokenizer-init)")
     return {
@@ -88,7 +88,7 @@ def _said(engine: LLMEngine, text: str) -> dict[str, Any]:
 
 
 def _print_all(engine: Any, printer: _JsonPrinter | _TextPrinter) -> int:
-    """Print every output; return 1 if some request failed, else 0. On Ctrl-C, print unfinished outputs too."""
+    """Run the engine and print every output; return 1 if a request failed. On Ctrl-C, print unfinished outputs too."""
     latest: dict[str, RequestOutput] = {}
     try:
         while engine.has_unfinished_requests():
@@ -114,7 +114,7 @@ def _report_failures(outputs: list[RequestOutput]) -> int:
 
 class _JsonPrinter:
     def show(self, output: RequestOutput) -> None:
-        """Print one line per finished request."""
+        """Print a finished output as one line of JSON; ignore others."""
         if output.finished:
             print(json.dumps(output.to_dict(), ensure_ascii=False), flush=True)
 
@@ -130,7 +130,7 @@ class _TextPrinter:
         self._shown = -1
 
     def show(self, output: RequestOutput) -> None:
-        """Print the text that is new."""
+        """Print the new text of ``output`` if streaming; else print all of it once finished."""
         if self.streaming:
             self._stream(output)
         elif output.finished:
@@ -140,7 +140,7 @@ class _TextPrinter:
                 print("─" * 40, flush=True)
 
     def _show_sources(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """A line per token: its text, and each block it looked at with its share, tokens and text."""
+        """Print a line per token: its text, and each block it attended to with weight, token numbers and text."""
         context = [*output.prompt_token_ids, *completion.token_ids]
         for token, sources in zip(completion.token_ids, completion.attention_sources or (), strict=False):
             told = [

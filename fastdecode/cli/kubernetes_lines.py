@@ -15,10 +15,10 @@ TEMPLATE = Path(__file__).with_name("kubernetes.yaml")
 
 @dataclass(frozen=True)
 class PodPlan:
-    """The resources of a plan's pods.
+    """Resources and flags of the pods that a plan needs.
 
     ``s_flags``: words of the S-worker's command line. ``model``: the name of the model's folder in the volume, "" for
-    the demo model. ``num_gpus``: GPUs of the S-worker. ``r_cores``, ``kv_cache_bytes``: cores and cache of an R-worker;
+    the demo model. ``num_gpus``: GPUs of the S-worker. ``r_cores``, ``kv_cache_bytes``: of each R-worker;
     None keeps the template's values.
     """
 
@@ -52,7 +52,7 @@ def _header(plan: PodPlan) -> Iterator[str]:
 
 
 def _s_worker(manifest: str, plan: PodPlan) -> str:
-    # The folder where pods mount the volume with models
+    # The path at which pods mount the volume with models
     models = "/models"
     model = [f"--model={models}/{plan.model}"] if plan.model else []
     # Words that YAML accepts without quotes
@@ -87,12 +87,12 @@ def _r_worker(manifest: str, plan: PodPlan) -> str:
 
 
 def _after(manifest: str, line: str, *more: str) -> str:
-    """Return ``manifest`` with lines inserted after ``line``, which must occur once."""
+    """Return YAML ``manifest`` with ``lines`` inserted after ``line``, which must occur once."""
     return _filled(manifest, re.escape(line) + r"(?=\n|$)", "\n".join((line, *more)).replace("\\", r"\\"))
 
 
 def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
-    """Return ``manifest`` with ``pattern`` replaced. Raise RuntimeError unless it occurs ``times`` times."""
+    """Return ``manifest`` with regex ``pattern`` replaced by ``text``. Raise RuntimeError unless ``times`` match."""
     filled, count = re.subn(pattern, text, manifest)
     if count != times:
         raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")

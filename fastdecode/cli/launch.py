@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the commands, or start the job and return its exit status.
 
-    With --help among the S-worker's flags, show the help of that command.
+    If the S-worker's flags have --help, print the help of the S-worker's command.
     """
     command, _ = _command(args)
     if {"-h", "--help"} & set(command):
@@ -108,7 +108,7 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
 
 
 def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> None:
-    """Raise ConfigError if two R-workers of a host would share a parking folder."""
+    """Raise ConfigError if ``args`` give a parking folder that two R-workers on a host in ``r_hosts`` would share."""
     parse_park(args.park_dir, args.park_after, args.park_bytes)
     twice = next((host for host in r_hosts if host.slots > 1), None)
     if args.park_dir is not None and twice:
@@ -119,14 +119,14 @@ def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> No
 
 
 def _command(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the S-worker's command up to "--", and the words from "--" on."""
+    """Return the S-worker's command words in ``args`` before "--", and those from "--" on."""
     command = args.command[args.command[:1] == ["--"] :] or ["bench", "throughput"]
     end = command.index("--") if "--" in command else len(command)
     return [dashed(word) for word in command[:end]], command[end:]
 
 
 def _without_ranks(words: list[str]) -> tuple[list[str], int]:
-    """Return the S-worker's command without ``--prefill-workers mpi:N``, and N.
+    """Return the S-worker's command ``words`` without ``--prefill-workers mpi:N``, and N (0 without that flag).
 
     Other prefill workers stay in the command.
     """
@@ -167,20 +167,20 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
 
 
 def _security(command: Sequence[str]) -> str:
-    """Return the R-workers' ``--security`` flag, copied from the S-worker's command."""
+    """Return " --security LEVEL" for R-workers, with the level in the S-worker's ``command``; "" without one."""
     words = [word for each in command for word in each.split("=", 1)]
     return f" --security {shlex.quote(words[words.index('--security') + 1])}" if "--security" in words[:-1] else ""
 
 
 def _oversubscribed(hosts: list[HostSlots]) -> bool:
-    """Return whether this machine would run more processes than it has cores. Other machines cannot be inspected."""
+    """Return whether ``hosts`` put more processes on this machine than it has cores. Others cannot be inspected."""
     here = {"localhost", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())
 
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """An installed mpiexec. ``kind``: "openmpi", "mpich" or "other"; ``version``: its first line of output."""
+    """An installed mpiexec. ``kind``: "openmpi", "mpich" or "other"; ``version``: first line of ``--version``."""
 
     path: str
     kind: str
@@ -188,7 +188,7 @@ class Mpiexec:
 
 
 def find_mpiexec() -> Mpiexec | None:
-    """Return the mpiexec beside this Python, else the one on PATH; None if there is none."""
+    """Return the mpiexec in the folder of this Python, else the first on PATH; None if neither exists."""
     folder = Path(sys.executable).parent
     for name in ("mpirun", "mpiexec"):
         path = shutil.which(name, path=str(folder)) or shutil.which(name)
@@ -205,7 +205,7 @@ def needed_environment() -> dict[str, str]:
 
 
 def describe_mpiexec(path: str) -> Mpiexec:
-    """Run the program to find out which MPI it belongs to."""
+    """Run ``path --version`` and return which MPI this mpiexec belongs to."""
     version_seconds = 30
     try:
         command = subprocess.run(

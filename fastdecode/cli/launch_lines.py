@@ -1,4 +1,4 @@
-"""A job's hosts from a hostfile, and the commands that start it: Open MPI, MPICH, srun, a Slurm script, ssh."""
+"""Reads a job's hosts from a hostfile and builds the commands that start the job: mpirun, srun, sbatch, Ray, ssh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\s+slots\s*=\s*(\d{1,5}))?")
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host and the number of processes that it runs."""
+    """A host of a hostfile. ``slots``: the number of processes to run on it."""
 
     name: str
     slots: int
@@ -25,7 +25,7 @@ class HostSlots:
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
-    """Return the hosts of a hostfile in order. A ConfigError has one sentence per bad line."""
+    """Return the hosts in the hostfile at ``path``, in order. A ConfigError has one sentence per bad line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]:
-    """Return the S-worker's host and the R-workers' hosts. The S-worker takes one slot of the first host."""
+    """Split ``hosts`` into the S-worker's host and the R-workers' hosts. The S-worker takes one slot of the first."""
     first, *others = hosts
     left = [HostSlots(first.name, first.slots - 1)] if first.slots > 1 else []
     if not left and not others:
@@ -57,7 +57,7 @@ def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]
 
 
 def take_last(hosts: Sequence[HostSlots], count: int) -> tuple[tuple[HostSlots, ...], tuple[HostSlots, ...]]:
-    """Return the R-workers' hosts and the prefill workers' hosts, which are the last ``count`` slots."""
+    """Split ``hosts`` into R-workers' hosts and prefill workers' hosts; the latter are the last ``count`` slots."""
     num_slots = sum(host.slots for host in hosts)
     if count >= num_slots:
         raise ConfigError(
@@ -100,7 +100,7 @@ FIRST_PORT, FIRST_PREFILL_PORT = 5580, 9700
 class JobShape:
     """A job: the S-worker's command, and one R-worker or prefill worker per slot with ``r_flags`` or ``p_flags``.
 
-    ``named``: the hosts are fixed, and not chosen by a batch system. ``p_gpu``: each prefill worker needs a node with a
+    ``named``: the user chose the hosts, not a batch system. ``p_gpu``: each prefill worker needs a node with a
     GPU. ``s_rest``: "--" and the words behind it in the S-worker's command. ``guard``: security flags for all ranks of
     an MPI job whose prefill workers connect over TCP.
     """
@@ -144,13 +144,13 @@ class JobShape:
 
 
 def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpirun: str = "mpirun") -> str:
-    """Return Open MPI's command. ``oversubscribed``: there are too few cores here to bind processes to them."""
+    """Return the mpirun command of Open MPI for ``job``. ``oversubscribed``: too few cores to bind processes."""
     binding = "--map-by :oversubscribe --bind-to none" if oversubscribed else "--map-by numa --bind-to numa"
     return f"{mpirun} --hostfile {hostfile} {binding} {_ranks(job)}"
 
 
 def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
-    """Return MPICH's command. It names the hosts, since MPICH's hostfiles have another format."""
+    """Return the mpiexec command of MPICH for ``job``, with the hosts in it: MPICH's hostfiles differ in format."""
     slots = {job.s_host: 1}
     for host in (*job.r_hosts, *job.p_hosts):
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -159,13 +159,13 @@ def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
 
 
 def _ranks(job: JobShape) -> str:
-    """Return the counts and commands of all ranks, in the syntax of every mpirun."""
+    """Return the arguments "-n COUNT COMMAND : …" for all ranks of ``job``, which every mpirun accepts."""
     prefill = f" \\\n  : -n {job.num_prefill_workers} {job.p_line}" if job.p_hosts else ""
     return f"-n 1 {job.s_line} \\\n  : -n {job.num_r_workers} {job.r_line}{prefill}"
 
 
 def srun_line(job: JobShape) -> str:
-    """Return an srun command; a lost rank ends its job."""
+    """Return the srun command that starts ``job``. srun ends the job if a rank dies."""
     hosts = f" --nodelist={job.s_host}" if job.named else ""
     prefill = f" \\\n  : {_nodes(job, job.p_hosts)} --cpu-bind=ldoms {job.p_line}" if job.p_hosts else ""
     return (
@@ -175,7 +175,7 @@ def srun_line(job: JobShape) -> str:
 
 
 def slurm_script(job: JobShape) -> str:
-    """Return a Slurm batch script.
+    """Return a Slurm batch script that starts ``job``.
 
     The job is heterogeneous: one node with the GPU, the R-workers' hosts, and the prefill workers' hosts.
     """
@@ -199,7 +199,7 @@ def slurm_script(job: JobShape) -> str:
 
 
 def ray_lines(job: JobShape) -> str:
-    """Return commands that start a Ray cluster and the job on it.
+    """Return shell commands that start a Ray cluster and ``job`` on it.
 
     The S-worker runs on the head node, where Ray places no worker.
     """
@@ -215,11 +215,11 @@ def ray_lines(job: JobShape) -> str:
 
 
 def ssh_commands(job: JobShape, key_file: str) -> Iterator[tuple[str, str]]:
-    """Yield host and command of every R-worker and prefill worker.
+    """Yield (host, command) to start each R-worker and prefill worker of ``job`` over ssh.
 
-    They listen on consecutive TCP ports; no MPI is needed.
+    The workers listen on consecutive TCP ports; no MPI is needed.
 
-    Each binds itself to a NUMA node of its host, or to the whole host if it is alone there.
+    Each worker binds itself to a NUMA node of its host, or to no node if it is the host's only worker.
     """
     shares = [(host, index, R_COMMAND, FIRST_PORT, job.r_flags) for host in job.r_hosts for index in range(host.slots)]
     shares += [

@@ -44,7 +44,7 @@ COMMANDS = (
     "doctor",
     "collect-env",
 )
-"""Commands. Each has a module of the same name here, with underscores, whose ``add_command`` registers it."""
+"""All commands. Each has a module of that name, with underscores, whose ``add_command`` registers the command."""
 
 WITHOUT_S_PART = ("plan", "r-worker", "cache", "doctor", "collect-env")
 """Commands of the distribution ``fastdecode-r-worker``, which has neither torch nor transformers."""
@@ -58,7 +58,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
+    """Run the command in ``argv``; return 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C, 143 on SIGTERM."""
     _make_outputs_take_all()
     words = sys.argv[1:] if argv is None else argv
     args = build_parser(words).parse_args(words)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser for the command that ``words`` begin with, or for all commands.
 
-    Only the modules of these commands are imported.
+    This imports only the modules of the commands that the parser knows.
     """
     parser = Parser(prog="fastdecode", description="Decode large language models with the attention on CPU R-workers.")
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
@@ -116,29 +116,29 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _make_outputs_take_all() -> None:
-    """Replace characters that the output's encoding lacks by "?", and accept writes to closed outputs."""
+    """Make stdout and stderr write "?" for characters that they cannot encode, and accept writes if they are closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
         elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
-            with contextlib.suppress(OSError):  # use a pipe in place of the file that Python found there
+            with contextlib.suppress(OSError):  # fails if a pipe has replaced the file that Python found
                 stream.reconfigure(errors="replace")
 
 
 def _show_essential(name: str, parser: Parser) -> None:
-    """Make ``--help`` of a command show its essential flags, or all if they are few."""
+    """Make ``--help`` of command ``name`` show only its essential flags, or all flags if they are few."""
     if parser._subparsers is None:
         parser.show(ESSENTIAL.get(name) or parser.visible())
 
 
 def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) -> None:
-    """Refuse an unknown command in one line that suggests a similar one."""
+    """Exit with a one-line message, which suggests a similar command, if ``words`` begin with an unknown command."""
     known = {name.split()[0] for name in here}
     if not words or words[0].startswith("-") or words[0] in known:
         return
     near = difflib.get_close_matches(words[0], known, 1)
-    # Commands of vLLM that do not exist here, with the one to use instead
+    # vLLM's commands that do not exist here, with the command to use instead
     instead = {
         "chat": "`fastdecode serve`, and a client of OpenAI's API; `fastdecode generate --chat` answers one message",
         "complete": "`fastdecode generate` goes on with a text",
@@ -149,9 +149,9 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C and Terminated on SIGTERM. A process started to ignore Ctrl-C still ignores it.
+    """Within the context, raise KeyboardInterrupt on Ctrl-C, unless Ctrl-C was ignored, and Terminated on SIGTERM.
 
-    SIGTERM uses the handler of SIGINT, which the engine replaces while it must not be interrupted.
+    SIGTERM calls the handler of SIGINT, which the engine replaces while nothing may interrupt it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -178,7 +178,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _less_memory(args: argparse.Namespace) -> str:
-    """Return advice about the command's own flags that reduce its memory."""
+    """Return advice for an out-of-memory error: which flags of the command in ``args`` reduce its memory."""
     # Flags that determine how much memory a command takes
     memory_flags = (
         "kv_cache_memory", "prefill_scratch", "max_num_seqs", "num_prompts", "random_input_len", "num_r_workers",

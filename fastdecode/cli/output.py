@@ -1,4 +1,4 @@
-"""Output files, which are checked before the work begins, and progress bars."""
+"""Checks output files before the work begins, writes JSON, and makes progress bars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # hosts of R-workers need not have matplotlib
 
 
 def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> None:
-    """Refuse an output file that cannot be written, before anything is measured. None is a file not asked for.
+    """Raise ConfigError if an output path cannot be written, before anything is measured. None paths are skipped.
 
     Raises:
         ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format or
@@ -41,14 +41,14 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
 
 
 def write_json(figures: Any, path: str | None) -> None:
-    """Write ``figures`` as JSON if there is a path. Raise OSError if the disk is full."""
+    """Write ``figures`` to the file ``path`` as JSON; do nothing if ``path`` is None. Raise OSError on failure."""
     if path:
         with naming(path):
             Path(path).write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def progress_bar(total: int | None, unit: str, **options: Any) -> tqdm:
-    """Return a progress bar on stderr; it is disabled if stderr is no terminal."""
+    """Return a progress bar on stderr that counts ``total`` of ``unit``; disabled if stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, **{"disable": None if sys.stderr.isatty() else True, **options})

@@ -1,4 +1,4 @@
-"""The parser of every command: short help in groups, one line on wrong usage, and vLLM's spellings of flags."""
+"""The argument parser of all commands: short help in groups, one-line errors, and vLLM's spellings of flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT_HELP_WIDTH, NAMES_WIDTH, MOST_CHOICES = 100, 28, 40
 def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: str | None = None) -> None:
     """Add a switch: ``--x`` and ``--no-x``, and ``--disable-x`` for ``--enable-x``.
 
-    Help shows only the flag that changes the default, or both for a switch that is on.
+    ``--help`` shows only the flag that changes the default, or both flags if the default is on.
     """
     longs = [each for each in flags if each.startswith("--")]
     off = [f"--no-{each[2:]}" for each in longs]
@@ -40,13 +40,13 @@ def add_switch(group: Any, *flags: str, dest: str, default: Any = None, help: st
 
 
 class _HelpAll(argparse.Action):
-    """Prints every flag of a command, and exits."""
+    """The action of ``--help-all``: prints the help of every flag, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS, **settings: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show every flag of this command")
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Print all help and exit."""
+        """Print the help of every flag of ``parser``, and exit."""
         sys.stdout.write(parser.format_all_help())
         parser.exit()
 
@@ -60,16 +60,16 @@ class Parser(argparse.ArgumentParser):
         self.commands: Mapping[str, Mapping[str, str]] = {}
 
     def show(self, essential: Iterable[str]) -> None:
-        """Make ``--help`` show only these flags, given by dest, in one line each. ``--help-all`` shows the rest."""
+        """Make ``--help`` show only the flags with the dests ``essential``, one line each. ``--help-all`` shows all."""
         self.essential = frozenset(essential)
         self.add_argument("--help-all", action=_HelpAll)
 
     def visible(self) -> list[str]:
-        """Return the dests of all flags that help shows."""
+        """Return the dests of all flags that are not hidden from help."""
         return list(dict.fromkeys(each.dest for each in self._actions if each.help != argparse.SUPPRESS))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; refuse unknown flags at the command's own parser, which can suggest a similar flag."""
+        """Parse ``args``. The command's own parser refuses unknown flags, since it can suggest a similar flag."""
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is not None:
             return super().parse_known_args(words, namespace)
@@ -84,21 +84,21 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Print the error, and on another line where help is; exit with 2."""
+        """Print ``message``, and a line that says how to get help, on stderr; exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help shows how it is used\n")
 
     def format_help(self) -> str:
-        """Return short help: essential flags, or commands in groups. Return full help if neither is defined."""
+        """Return the text of ``--help``: essential flags, or commands in groups, or else all flags."""
         if self.commands:
             return _list_of_commands(self)
         return _short_help(self) if self.essential else self.format_all_help()
 
     def format_all_help(self) -> str:
-        """Return every flag with its whole text."""
+        """Return the text of ``--help-all``: every flag with its whole help text."""
         return super().format_help()
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
-        """Return a message about an unknown flag, with a similar one."""
+        """Return an error message about the ``unknown`` words, with a similar flag if there is one."""
         text = f"unrecognized arguments: {' '.join(unknown)}"
         flag = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
         if flag is None:
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _list_of_commands(parser: Parser) -> str:
-    """Return one line for each command, under the headings of the groups."""
+    """Return the help of a parser with subcommands: a line per command, under group headings."""
     lines = [f"usage: {parser.prog} COMMAND [flags]", "", str(parser.description)]
     for title, commands in parser.commands.items():
         lines += ["", f"{title}:", *(f"    {name:<18}{text}" for name, text in commands.items())]
@@ -122,7 +122,7 @@ def _list_of_commands(parser: Parser) -> str:
 
 
 def _short_help(parser: Parser) -> str:
-    """Return the usage, and one line for each essential flag under the headings of the groups."""
+    """Return the text of ``--help``: the usage, and a line per essential flag under group headings."""
     width = min(SHORT_HELP_WIDTH, shutil.get_terminal_size((SHORT_HELP_WIDTH, 24)).columns)
     positionals = [each for each in parser._actions if not each.option_strings]
     usage = " ".join([parser.prog, *(_positional(each) for each in positionals), "[flags]"])
@@ -142,7 +142,7 @@ def _short_help(parser: Parser) -> str:
 
 
 def _line(parser: Parser, action: argparse.Action, width: int) -> str:
-    """Return one line: a flag with its value, and its help cut to fit. The default is not cut."""
+    """Return the help line of ``action``: flag, value, and help cut to ``width`` columns. The default stays whole."""
     formatter = argparse.HelpFormatter(parser.prog)
     longs = [each for each in action.option_strings if each.startswith("--")]
     names = ", ".join([each for each in action.option_strings if each not in longs[1:]]) or _positional(action)
@@ -159,7 +159,7 @@ def _line(parser: Parser, action: argparse.Action, width: int) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Return the help text without its default, and the default in brackets up to a colon."""
+    """Split help ``text`` into the text before its last brackets and the default in them, up to a colon."""
     match = re.fullmatch(r"(.*?)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", " ".join(text.split()))
     if not match:
         return text, ""

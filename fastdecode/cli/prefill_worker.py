@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
         "shared by several goes through them as a chain; each sends its keys and values to the sequence's R-worker.",
     )
     add_worker_flags(parser, LISTEN)
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # set by spawn:N
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # set by an S-worker's spawn:N
     parser.add_argument("--engine-config", type=json.loads, help=argparse.SUPPRESS)
     group = parser.add_argument_group("model, as the S-worker's")
     add_flags(group, EngineConfig, PREFILL_MODEL)
@@ -62,7 +62,7 @@ class _Setup:
     guard: str
 
     def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
-        """Return the listening worker, which has printed its address, and that address."""
+        """Start a worker that listens at ``host`` and ``port``, and print its address. Return both."""
         from fastdecode.cluster.prefill.connect import ANSWER
         from fastdecode.prefills.worker import PrefillWorker
 
@@ -73,7 +73,7 @@ class _Setup:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the address and serve. SIGTERM exits with 0, Ctrl-C with 130."""
+    """Print the worker's address and serve; return the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     from fastdecode.cluster.wire.handshake import read_security
 
     check_transport(args.transport, args.join)
@@ -110,14 +110,14 @@ def _listen(args: argparse.Namespace, setup: _Setup) -> None:
 
 
 def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
-    """Listen at an address that the other ranks reach, and serve until the job is over."""
+    """Serve as a rank of an MPI job: listen at an address that the other ranks reach, until the job ends."""
     from fastdecode.cluster.links.mpi_job import serve_as_prefill_worker
     from fastdecode.cluster.r_worker.joiner import local_address
 
     given = listen_address(args.listen) if args.listen else None
 
     def serve(rank: PrefillRank, s_worker_host: str) -> None:
-        # A port used to find the route to a host; nothing is sent
+        # Any port number will do to look up the route to a host; nothing is sent
         any_port = 9
         towards = s_worker_host if is_loopback(s_worker_host) else local_address(f"{s_worker_host}:{any_port}")
         host, port = given or (towards, 0)
@@ -131,7 +131,7 @@ def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
 
 
 class _JobIsOver(Exception):
-    """Ends the worker's loop."""
+    """Raised to end the worker's loop, since its MPI job has ended."""
 
 
 def _end_with(rank: PrefillRank) -> None:

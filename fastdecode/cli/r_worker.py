@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LISTEN = "tcp://127.0.0.1:5580"
 
 Resources: TypeAlias = tuple[list[int] | None, int | None, int | None, ParkPlace | None]
-"""Cores, threads and bytes of the KV cache, None for the machine's choice; and the parking folder."""
+"""Core numbers, number of threads, KV cache bytes (None: chosen for this machine), and where to park sessions."""
 
 
 def add_command(commands: Any) -> None:
@@ -68,14 +68,14 @@ def add_command(commands: Any) -> None:
         help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
         "0: any (nowhere)",
     )  # fmt: skip
-    for name in ("--control-fd", "--memory-fd", "--parent"):  # set by --r-workers spawn:N, which starts this process
+    for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was bound and serve. SIGTERM exits with 0, Ctrl-C with 130."""
+    """Print the address and serve; return the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     check_transport(args.transport, args.join)
     if args.health_listen and args.transport == "mpi":
         raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport out")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> Resources:
-    """Return the cores, threads and bytes that the flags give; None for those that they leave open.
+    """Return the resources that the flags ``args`` set; None for those that they leave open.
 
     A ConfigError names the flag.
     """
@@ -107,7 +107,7 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
-    """Serve the S-worker that started this process, on the cores that it chose."""
+    """Serve the S-worker that started this process, on the cores that the S-worker chose."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.serve import serve_parent
     from fastdecode.cluster.wire.handshake import read_security
@@ -121,7 +121,7 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
 
 
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
-    """Serve as a rank of an MPI job. Check this machine before MPI_Init, so that a failure ends the job at once."""
+    """Serve as a rank of an MPI job. Checks of this machine precede MPI_Init, so that a failure ends the job."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.serve import serve_job
     from fastdecode.cluster.wire.handshake import read_security
@@ -170,7 +170,7 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
 
 
 def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int, str | None]:
-    """Return host and port to listen on, and with --join the host by which the S-worker reaches it.
+    """Return the host and port to listen on, and with --join the host name by which the S-worker reaches them.
 
     Raise ConfigError if a key file is needed and missing.
     """
@@ -185,7 +185,7 @@ def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int,
 
 
 def _end(server: Server | None, number: int, frame: Any) -> None:
-    """Exit at once, unless an S-worker is connected that can move its sequences first."""
+    """Handle signal ``number``: exit at once, or first let a connected S-worker move its sequences elsewhere."""
     if server is None or not server.leave():
         raise SystemExit(0)
     print("fastdecode r-worker: leaving as soon as its sequences have moved", flush=True)

@@ -33,14 +33,14 @@ OF_REQUESTS = (
     "served_model_name", "chat_template", "default_chat_template_kwargs", "enable_auto_tool_choice", "tool_call_parser",
     "reasoning_parser",
 )  # fmt: skip
-"""Settings of a server that affect how requests are read."""
+"""Server settings that affect how requests are read, and are flags of ``run-batch`` too."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How requests are read.
+    """How ``run-batch`` reads requests.
 
-    ``names``: accepted model names; any if empty. The rest: arguments of the chat template, and the format in which the
+    ``names``: accepted model names; any if empty. The rest: chat template arguments, and the syntax in which the
     model writes its answers.
     """
 
@@ -50,7 +50,7 @@ class Rules:
 
     @staticmethod
     def of(settings: ServerSettings, tokenizer: Any) -> Rules:
-        """Return the rules that flags define. Raise ConfigError for a bad flag."""
+        """Return the rules that the flags in ``settings`` define. Raise ConfigError for a bad flag."""
         template = settings.template_arguments()
         parsers = settings.tool_call_parser, settings.reasoning_parser
         readings = Readings(tokenizer, template.get("chat_template"), *parsers)
@@ -59,7 +59,7 @@ class Rules:
 
 @dataclass
 class Running:
-    """A line of the batch file in work: its engine requests by id, one per prompt, with outputs once finished."""
+    """A line of the batch file that the engine works on: engine request ids, one per prompt, with finished outputs."""
 
     line: BatchLine
     request: Asked
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the batch; return 0 if every request of the file has an answer without an error, else 1."""
     check_foreign(vars(args), foreign=OF_BATCHES)
     settings = ServerSettings(**{name: getattr(args, name) for name in OF_REQUESTS})
-    settings.read_chat_template()  # refuse before a model is loaded
+    settings.read_chat_template()  # refuses a bad template before the model is loaded
     config = engine_config(args)
     batch = BatchInput(args.input_file)
     for problem in batch.problems:
@@ -130,11 +130,11 @@ def _progress_line(path: str, total: int, output: BatchOutput) -> str:
 def _answer_all(
     engine: LLMEngine, batch: BatchInput, output: BatchOutput, model: str, settings: ServerSettings
 ) -> None:
-    """Feed the engine, and write each answer when it finishes. ``model``: the name in the answers."""
+    """Run all requests of ``batch``, and write each answer when it finishes. ``model``: the name in the answers."""
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     rules = Rules.of(settings, engine.s_model.tokenizer)
-    # Queued requests per running one. The scheduler sees which come next, and the file stays on disk.
+    # Queued requests per running one: enough for the scheduler to plan, without reading the whole file
     queued_per_seat = 2
     most = queued_per_seat * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:
@@ -160,7 +160,7 @@ def _answer_all(
 
 
 def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
-    """Return the line with one engine request per prompt. If one prompt is refused, all are."""
+    """Add one engine request per prompt of ``line``. If the engine refuses one, abort all of them."""
     asked = read_request(line)
     if rules.names and asked.model is not None and asked.model not in rules.names:
         raise RequestError(f"the model {asked.model!r:.200} does not exist: {', '.join(rules.names)} does")
@@ -184,7 +184,7 @@ def _add(engine: LLMEngine, line: BatchLine, rules: Rules) -> Running:
 
 
 def _seeded(params: SamplingParams, name: str) -> SamplingParams:
-    """Return ``params`` with a seed derived from the request's name, so that a restarted run draws the same tokens."""
+    """Return ``params`` with a seed derived from the request's ``name``; a restarted run draws the same tokens."""
     if params.seed is not None:
         return params
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()

@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve; return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed."""
+    """Run the API server; return the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed."""
     needed = ("fastapi", "uvicorn", "httptools", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""vLLM's flags without a setting here: parsed, so that they can be ignored with a note or refused."""
+"""Parses vLLM's flags that FastDecode has no setting for, so that it can ignore them with a note or refuse them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastdecode.api.vllm.foreign import Foreign
 from fastdecode.cli.parser import add_switch
 
 HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-"""Arguments of ``add_argument`` for a further spelling of a flag."""
+"""Arguments of ``add_argument`` for another spelling of a flag, hidden from help and without a default."""
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
+    """Return the flag of the setting ``name``: dashes for underscores."""
     return f"--{name.replace('_', '-')}"
 
 

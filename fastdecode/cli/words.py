@@ -1,4 +1,4 @@
-"""vLLM's spellings on a command line: underscores, dots for JSON, ``-O3``, and a config file."""
+"""Translates vLLM's spellings on a command line for argparse: underscores, dots for JSON, and ``-O3``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from fastdecode.api.vllm.values import read_count
 
 Actions = Mapping[str, argparse.Action]
-"""Flags of a parser by their spellings."""
+"""A parser's actions, by each spelling of their flags."""
 
 END = "--"
 
 
 def plain_words(words: Sequence[str], actions: Actions) -> list[str]:
-    """Return ``words`` in argparse's spelling. Words after ``--`` stay as they are.
+    """Return command line ``words`` in the spellings that argparse knows. Words after ``--`` stay as they are.
 
     Raises:
         ValueError: a dotted flag has no value, or conflicts with another word of the line.
@@ -28,7 +28,7 @@ def plain_words(words: Sequence[str], actions: Actions) -> list[str]:
 
 
 def dashed(word: str) -> str:
-    """Return the flag ``word`` with dashes for underscores. Keys after a dot and values stay as they are."""
+    """Return ``word`` with dashes for underscores in the flag. Keys after a dot, and values after "=", stay."""
     if not word.startswith("--"):
         return word
     match = re.match(r"[^.=]*", word)
@@ -37,13 +37,13 @@ def dashed(word: str) -> str:
 
 
 def flag_of(word: str, actions: Actions) -> str | None:
-    """Return the flag in ``word`` without its value; None if it is not in ``actions``."""
+    """Return the flag at the start of ``word``, without "=VALUE"; None if ``actions`` lacks that flag."""
     flag = word.partition("=")[0]
     return flag if word.startswith("-") and flag in actions else None
 
 
 def _spell(word: str, actions: Actions) -> list[str]:
-    """Return a known flag with dashes for underscores, and ``-O3`` as its long flag and a value."""
+    """Return ``word`` as argparse needs it: a known flag with dashes; ``-O3`` as two words, long flag and value."""
     if match := re.fullmatch(r"-O(=?)(.*)", word, re.DOTALL):
         if "--optimization-level" in actions:
             return ["--optimization-level", *([match.group(2)] if match.group(2) else [])]
@@ -85,7 +85,7 @@ def _nested(keys: str, value: str) -> dict[str, Any]:
 
 
 def _read(text: str) -> Any:
-    """Return ``text`` as JSON, or as a number such as 4k, or unchanged."""
+    """Return the value of ``text`` as JSON, or else as a number such as 4k, or else ``text`` itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -97,7 +97,7 @@ def _read(text: str) -> Any:
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Merge ``more`` into ``into``: objects key by key, lists by appending; other values are replaced."""
+    """Merge ``more`` into the dict ``into``: objects key by key, lists by appending; other values replace."""
     for key, value in more.items():
         before = into.get(key)
         if isinstance(before, dict) and isinstance(value, dict):
@@ -109,7 +109,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _with_object(words: list[str], dest: str, found: dict[str, Any], actions: Actions) -> list[str]:
-    """Return ``words`` with one JSON flag for ``dest``; dotted flags override its keys."""
+    """Return ``words`` with a single JSON flag for ``dest``, in which the dotted flags ``found`` override keys."""
     flag = next(each for each, action in actions.items() if action.dest == dest)
     kept: list[str] = []
     whole: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def _with_object(words: list[str], dest: str, found: dict[str, Any], actions: Ac
 
 
 def _pairs_alone(words: Sequence[str], actions: Actions) -> list[str]:
-    """Return ``words`` such that a flag of NAME=VALUE pairs does not swallow a positional behind them."""
+    """Return ``words`` changed so that a flag that takes NAME=VALUE pairs does not take the positional after them."""
     kept: list[str] = []
     flag: str | None = None
     taken = 0

@@ -18,7 +18,7 @@ from fastdecode.sworker.sampling.answer_parser import Piece as Region
 
 @dataclass(frozen=True)
 class Thought:
-    """A part of the model's reasoning. ``first``: the first of a block of reasoning."""
+    """A part of the model's reasoning. ``first``: this part begins a block of reasoning."""
 
     text: str
     first: bool
@@ -28,21 +28,21 @@ Piece = str | Thought | CallPart
 
 
 class AnswerReader(Protocol):
-    """Reads one answer."""
+    """Splits the growing text of one answer into pieces: content, reasoning and tool calls."""
 
     def read(self, text: str, finished: bool) -> Sequence[Piece]:
-        """Return what is new in ``text``, which extends the text of the last call. ``finished``: it is complete."""
+        """Return the new pieces of ``text``, all of the answer until now. ``finished``: the answer is complete."""
 
     @property
     def thought_spans(self) -> Sequence[tuple[int, int]]:
-        """Ranges of the text that are reasoning."""
+        """Character ranges (start, end) of the answer's text that are reasoning."""
 
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """How the answers of one request are read.
+    """How the server splits a request's answers into content, reasoning and tool calls.
 
-    ``forced``: the calls that make up the text, if it is not free. ``tools``: functions that a free text may call, with
+    ``forced``: calls that ``tool_choice`` forces; None for a free text. ``tools``: functions a free text may call, with
     chats' schemas; None if it may call none. ``prompt``: the end of the prompt, which may open a block of reasoning.
     ``syntax``: None if all text is content.
     """
@@ -60,14 +60,14 @@ class AnswerReading:
         return self.forced is None and self.syntax is None
 
     def reader(self, answer: str) -> AnswerReader:
-        """Return a reader for one answer. The ids of calls are derived from its id."""
+        """Return a reader for the answer whose id is ``answer``; the ids of its tool calls are derived from that id."""
         if self.forced:
             return CallReader(self.forced, answer)
         return ParsedReader(self, self.syntax, answer) if self.syntax else PlainReader()
 
 
 def num_thought_tokens(reader: AnswerReader, text_ends: Sequence[int]) -> int:
-    """Return how many of an answer's tokens are reasoning. ``text_ends``: the end of the text after each token."""
+    """Return how many of an answer's tokens are reasoning. ``text_ends``: length of the text after each token."""
     return sum(bisect_right(text_ends, end) - bisect_right(text_ends, start) for start, end in reader.thought_spans)
 
 
@@ -119,7 +119,7 @@ class ParsedReader:
         return [*found, *self._shown(self._take_wrapper()), *filter(None, [self._content.end()])]
 
     def _begin(self, text: str, finished: bool) -> bool:
-        """Return whether it is decided if the model writes the mark that opens reasoning."""
+        """Return whether ``text`` suffices to tell if the answer starts with the mark that opens reasoning."""
         if self._num_read:
             return True
         begun = text.lstrip()[: len(self._opening)]
@@ -142,7 +142,7 @@ class ParsedReader:
         return []
 
     def _shown(self, text: str) -> list[Piece]:
-        """Return the visible part of a content, after a wrapper without calls."""
+        """Return ``text`` as content, without a preceding wrapper of tool calls that held no calls."""
         if self._wrapper and not text.strip():
             self._wrapper += text
             return []
@@ -171,7 +171,7 @@ class ParsedReader:
         return found
 
     def _calls(self, region: Region) -> list[Piece]:
-        """Return the calls of a region; its text, unless all are valid calls of the offered functions."""
+        """Return the tool calls in ``region``, or its plain text if a call is invalid or of a function not offered."""
         try:
             read = [self._call(each) for each in self._read(region)]
             if not read:
@@ -199,7 +199,7 @@ class ParsedReader:
         return found
 
     def _call(self, call: Any) -> tuple[str, str, Any]:
-        """Return name, arguments and id (if the model gave one) of a call. Raise ValueError for anything else."""
+        """Return name, arguments and id (if the model gave one) of a parsed call. Raise ValueError if it is no call."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ValueError("a call must be an object")
@@ -210,7 +210,7 @@ class ParsedReader:
         return name.strip(), arguments_text(given), call.get("id")
 
     def _id(self, number: int, given: Any) -> str:
-        """Return the model's id of a call if it is unique, else a new one."""
+        """Return ``given``, the model's id for call ``number``, if no earlier call has that id; else a new id."""
         if isinstance(given, str) and given and given not in self._ids:
             self._ids.add(given)
             return given
@@ -218,13 +218,13 @@ class ParsedReader:
 
 
 class _Text:
-    """A growing text without line breaks beside marks, and without white space between marks."""
+    """A growing text. Drops line breaks next to the syntax's marks, and white space between two marks."""
 
     def __init__(self, after_mark: bool = False) -> None:
         self._blanks, self._after_mark, self._has_text = "", after_mark, False
 
     def add(self, text: str) -> str:
-        """Return the text that can be shown. White space at the end waits for what follows."""
+        """Append ``text`` and return what can be shown now. White space at the end is held back for the next call."""
         text = self._blanks + text
         if self._after_mark and not self._has_text:
             text = text.lstrip("\n")
@@ -234,11 +234,11 @@ class _Text:
         return shown
 
     def mark(self) -> str:
-        """Return the white space before a mark that is shown."""
+        """Handle a mark: return the held-back white space before this mark that must be shown."""
         left = self._blanks.rstrip("\n") if self._has_text else ""
         self._blanks, self._after_mark, self._has_text = "", True, False
         return left
 
     def end(self) -> str:
-        """Return the white space at the end of the answer."""
+        """Return the held-back white space at the end of the answer."""
         return self._blanks if self._has_text or not self._after_mark else ""

@@ -24,8 +24,8 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look, for a chat or a completion.
 
-    ``return_token_ids``: include token ids. ``echoes``: the text that each completion begins with; ``only_echoes``:
-    nothing follows it. ``reading``: how a chat's text is read. ``tells_thoughts``: include reasoning in a chat's
+    ``return_token_ids``: include token ids. ``echoes``: the prompts that completions repeat first; ``only_echoes``:
+    no tokens follow. ``reading``: how to split a chat's text. ``tells_thoughts``: include reasoning in a chat's
     message.
     """
 
@@ -43,7 +43,7 @@ class AnswerForm:
 
     @property
     def id(self) -> str:
-        """The id, with the prefix that OpenAI uses."""
+        """The answer's id with OpenAI's prefix: "chatcmpl-" or "cmpl-"."""
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
 
     def shown(self, output: RequestOutput) -> RequestOutput:
@@ -51,7 +51,7 @@ class AnswerForm:
         return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
-        """Return the answer's finish reason for a completion's."""
+        """Translate the engine's finish ``reason`` to OpenAI's. ``has_called``: the answer has tool calls."""
         if self.reading.forced:
             return self.reading.forced.finish_reason(reason)
         return "tool_calls" if has_called and reason == "stop" else reason
@@ -69,7 +69,7 @@ def answer_form(
 ) -> AnswerForm:
     """Return the form of the answer to ``request``.
 
-    ``model``: the client's name for it. ``created``: Unix seconds (now).
+    ``model``: the model name to show. ``created``: Unix seconds; None for the present time.
     """
     created = int(time.time()) if created is None else created
     chat, token_ids = isinstance(request, ChatRequest), bool(request.return_token_ids)
@@ -85,22 +85,22 @@ def answer_form(
 
 
 def new_id() -> str:
-    """Return an id that no other answer has."""
+    """Return a random unique id for an answer, 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's shape."""
+    """Return the body of an error answer in OpenAI's shape."""
     return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
 
 
 def is_refusal(reason: str) -> bool:
-    """Return whether an error ``reason`` means that the completion could never have had more tokens."""
+    """Return whether the engine's ``reason`` means that the request itself allowed the completion no further token."""
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the token counts of a request's prompts and completions so far."""
+    """Return OpenAI's ``usage`` object: the token counts of all prompts and completions in ``outputs``."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_new = sum(len(each.tokens) for output in outputs for each in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in outputs)
@@ -109,7 +109,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return the answer of a finished request. ``outputs``: of its prompts, in order."""
+    """Return the body of a finished request's answer. ``outputs``: the final output of each prompt, in order."""
     choices: list[dict[str, Any]] = []
     outputs = [form.shown(output) for output in outputs]
     for number, output in enumerate(outputs):
@@ -131,7 +131,7 @@ def whole_answer(form: AnswerForm, outputs: Sequence[RequestOutput]) -> dict[str
 
 
 def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return one event of a stream."""
+    """Return the data of one stream event with these ``choices``, and ``counts`` as its usage."""
     found: dict[str, Any] = {
         "id": form.id,
         "object": "chat.completion.chunk" if form.chat else "text_completion",
@@ -145,7 +145,7 @@ def chunk(form: AnswerForm, choices: list[dict[str, Any]], counts: dict[str, Any
 def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: GrowingChoice) -> dict[str, Any] | None:
     """Return the beginning of a choice's stream, before any token: a chat's role, or the echoed prompt.
 
-    ``growing`` continues after it.
+    ``growing`` then returns the chunks after this one. Return None if the choice needs no first chunk.
     """
     if form.chat:
         delta = {"role": "assistant", "content": None if form.reading.forced else ""}
@@ -157,9 +157,9 @@ def first_choice(form: AnswerForm, index: int, output: RequestOutput, growing: G
 
 
 class GrowingChoice:
-    """One choice of a stream: returns what is new of its completion.
+    """One choice of a stream: remembers what was sent, and returns what is new in its completion.
 
-    ``begun``: its first chunk was sent. ``num_tokens``: tokens of the completion sent. ``finished``: all was sent.
+    ``begun``: the first chunk was sent. ``num_tokens``: completion tokens sent. ``finished``: the last chunk was sent.
     """
 
     def __init__(self, form: AnswerForm, index: int) -> None:
@@ -171,18 +171,18 @@ class GrowingChoice:
         self.begun, self.num_tokens, self.finished = False, 0, False
 
     def go_on(self, num_tokens: int, finished: bool) -> None:
-        """Continue after earlier chunks, which held ``num_tokens`` tokens, and the last chunk if ``finished``."""
+        """Resume a stream whose client has ``num_tokens`` tokens already, and also the last chunk if ``finished``."""
         self.begun, self.finished = True, finished
         self.num_tokens = self._num_known = num_tokens
 
     def logprobs_of_prompt(self, output: RequestOutput) -> dict[str, Any] | None:
-        """Return the echoed prompt's log-probabilities, which come first; None if they are not requested."""
+        """Return the log-probabilities of the echoed prompt's tokens; None if they are not requested."""
         if output.prompt_logprobs is None:
             return None
         return self._form.logprobs.of_completion(prompt_chosen(output), self._offsets)
 
     def news(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return the choice of the next chunk; None if nothing is new."""
+        """Return the choice object of the next chunk; None if ``completion`` has nothing new."""
         if self.finished:
             return None
         if known := self._num_known:
@@ -217,7 +217,7 @@ class GrowingChoice:
         return choice
 
     def _new_text(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return new text, or a chat's delta; None if what follows is incomplete."""
+        """Return the fields with the new text or a chat's delta; None if the new text is still incomplete."""
         if self._writer is None:
             return {"text": completion.text[self._num_shown :]}
         delta = self._writer.delta(completion.text, completion.finish_reason is not None)
@@ -233,7 +233,7 @@ class GrowingChoice:
 
 
 def _whole_choice(form: AnswerForm, completion: CompletionOutput, echo: str, prompt: Chosen) -> dict[str, Any]:
-    """Return a complete choice. ``prompt``: prompt tokens with log-probabilities, if requested."""
+    """Return a finished completion's choice object. ``prompt``: prompt tokens with log-probabilities, if requested."""
     told = None
     if completion.logprobs is not None:
         logprobs = form.logprobs

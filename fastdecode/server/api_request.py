@@ -47,33 +47,33 @@ class ApiRequest:
 
     @property
     def answer_id(self) -> str:
-        """The id of its exchange."""
+        """The answer's id, which is the id of the request's exchange."""
         return self.exchange.exchange_id
 
     @property
     def route(self) -> str:
-        """The route on which it arrived."""
+        """The HTTP route on which the request arrived."""
         return next(route for route, kind in KINDS.items() if type(self.asked) is kind)
 
     @property
     def in_background(self) -> bool:
-        """True if it runs without a connected client."""
+        """True if the request asks to run without a connected client."""
         return isinstance(self.asked, ResponsesRequest) and bool(self.asked.background)
 
     @property
     def is_stored(self) -> bool:
-        """True if its answer can be requested later."""
+        """True if clients can request the answer later by its id."""
         return isinstance(self.asked, ResponsesRequest) and self.asked.is_stored
 
     def kept(self) -> KeptRequest:
-        """Return what is stored of it while it runs."""
+        """Return the record that the store keeps of this request while it runs."""
         prompts = [(each.token_ids, each.text) for each in self.exchange.prompts]
         body = msgspec.to_builtins(self.asked)
         return KeptRequest(self.answer_id, self.route, body, self.form.created, prompts, self.messages)
 
 
 def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | CompletionRequest:
-    """Return the request for the engine, which may be ``asked`` itself. ``messages``: of a response's conversation."""
+    """Return ``asked`` as a chat or completion request. ``messages``: a response's conversation; else unused."""
     if isinstance(asked, ResponsesRequest):
         return chat_of(asked, messages)
     return chat_of_messages(asked) if isinstance(asked, MessagesRequest) else asked
@@ -84,7 +84,7 @@ def form_of(
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
     reading: AnswerReading | None = None, sources: SourceForm | None = None,
 ) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
-    """Return the form of the answer to ``asked``, whose chat is ``chat``."""
+    """Return how to write the answer to ``asked``. ``chat``: the same request as ``chat_meant`` returned it."""
     created = int(time.time()) if created is None else created
     if isinstance(asked, MessagesRequest):
         return MessageForm(model, answer_id, reading or AnswerReading(), created, sources or SourceForm())

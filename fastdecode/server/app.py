@@ -57,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_document(app: FastAPI, service: Service) -> None:
     def openapi() -> dict[str, Any]:
-        """Return the OpenAPI document, made once since it takes a while."""
+        """Return the OpenAPI document. The first call makes it, since that takes a while."""
         app.openapi_schema = app.openapi_schema or document(app, service.model.names, service.model.vocab_size)
         return app.openapi_schema
 
@@ -67,22 +67,22 @@ def _add_document(app: FastAPI, service: Service) -> None:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(COMPLETIONS, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        """Continue one text or several."""
+        """Answer a completion request: continue one prompt or several."""
         return await _generate(service, request, *await read_request(service, request, CompletionRequest))
 
     @app.post(CHAT, openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer a chat request."""
         return await _generate(service, request, *await read_request(service, request, ChatRequest))
 
     @app.get(COMPLETIONS)
     async def rest_of_completions(request: Request) -> Response:
-        """Return the rest of a stream after an event."""
+        """Return the rest of a completion's stream after the event that Last-Event-ID names."""
         return await _go_on(service, COMPLETIONS, request)
 
     @app.get(CHAT)
     async def rest_of_chat(request: Request) -> Response:
-        """Return the rest of a stream after an event."""
+        """Return the rest of a chat's stream after the event that Last-Event-ID names."""
         return await _go_on(service, CHAT, request)
 
 
@@ -112,7 +112,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """Return one served model."""
+        """Return the card of the served model called ``name``."""
         service.model.check_name(name)
         return json_response(next(card for card in service.model.cards() if card["id"] == name))
 
@@ -163,5 +163,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         error = ApiError(500, "the server made a mistake: see its log", "server_error")
     response = message_error_response(error) if is_messages(request.scope) else error_response(error)
     if response.status_code in (408, 413):
-        response.headers["connection"] = "close"  # the rest of the body is not read
+        response.headers["connection"] = "close"  # the rest of the request's body is not read
     return response

@@ -15,15 +15,15 @@ from fastdecode.server.responses_answer import ResponseForm, whole_response
 from fastdecode.server.responses_request import RESPONSES, ResponsesRequest, messages_of
 
 REQUEST_ID, LAST_EVENT_ID = "x-request-id", "last-event-id"
-"""Names of headers."""
+"""HTTP headers by which a client names its request, or the last stream event that it received."""
 
 NOT_KEPT = "requests and responses are kept with --journal only"
 
 
 class Archive:
-    """Looks up the requests that ``keeper`` keeps; None if nothing is kept.
+    """Looks up the requests that ``keeper`` keeps. ``keeper``: None if this server keeps no requests.
 
-    ``remake``: restores a request from disk.
+    ``remake``: turns a stored record into an ApiRequest again.
     """
 
     def __init__(self, keeper: Keeper | None, remake: Callable[[KeptRequest], ApiRequest]) -> None:
@@ -31,7 +31,7 @@ class Archive:
         self._remake = remake
 
     def name_of(self, headers: Mapping[str, str]) -> str | None:
-        """Return the client's name for its request; None without one, or if nothing is kept. Raise ApiError."""
+        """Return the request's X-Request-Id; None without one or if nothing is kept. Raise ApiError if invalid."""
         name = headers.get(REQUEST_ID)
         if self.keeper is None or name is None:
             return None
@@ -40,14 +40,14 @@ class Archive:
         return name
 
     def known(self, name: str | None, asked: Asked) -> ApiRequest | None:
-        """Return the request called ``name``. Raise ApiError 409 if that is a different request."""
+        """Return the kept request called ``name``, or None. Raise ApiError 409 if its body differs from ``asked``."""
         found = self.keeper.held(name) if self.keeper and name else None
         if found and found.asked != asked:
             raise ApiError(409, f"X-Request-ID {name} belongs to a different request", param="X-Request-ID")
         return found
 
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
-        """Return a response's messages without instructions, and its chat. Any other request is its own chat."""
+        """Return a response's messages (without instructions) and its chat; [] and ``asked`` for other requests."""
         if not isinstance(asked, ResponsesRequest):
             return [], chat_meant(asked, [])
         if self.keeper is None:
@@ -59,7 +59,7 @@ class Archive:
         return messages, chat_meant(asked, messages)
 
     async def response(self, response_id: str) -> ApiRequest:
-        """Return a stored response. Raise ApiError 404 if there is none."""
+        """Return the request of the stored response with this id. Raise ApiError 404 if there is none."""
         found = await self._find(RESPONSES, response_id)
         if found is None or not found.is_stored:
             why = "" if self.keeper else f": {NOT_KEPT}"
@@ -67,7 +67,7 @@ class Archive:
         return found
 
     async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
-        """Return the request whose stream has the event with this id, and its place in the stream. Raise ApiError."""
+        """Return the request whose stream sent event ``last_event_id``, and the event's place in it. Raise ApiError."""
         answer_id, _, place = last_event_id.rpartition(":")
         if self.keeper is None:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")
@@ -77,12 +77,12 @@ class Archive:
         return found, place
 
     def cancel(self, request: ApiRequest) -> None:
-        """End the request, unless it has ended."""
+        """Cancel ``request`` and stop its generation. No effect if it has ended."""
         if self.keeper:
             self.keeper.cancel(request)
 
     def delete(self, request: ApiRequest) -> None:
-        """Forget the request, and end it if it runs."""
+        """Delete ``request`` and its stored answer; if it still runs, abort it."""
         if self.keeper:
             self.keeper.delete(request.answer_id)
 
@@ -96,7 +96,7 @@ class Archive:
         return found if found and found.route == route else None
 
     async def _earlier(self, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the conversation up to and including a stored response."""
+        """Return the messages of the conversation up to and including the stored response ``response_id``."""
         if response_id is None:
             return []
         try:

@@ -21,9 +21,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_request(service: Service, request: Request, kind: type[Body]) -> tuple[Body, int]:
-    """Return the body as ``kind``, and its length.
+    """Return the HTTP body decoded as a ``kind``, and its length in bytes.
 
-    Raise ApiError or RequestError if it is too long, too slow, or malformed.
+    Raise ApiError or RequestError if the body is too long, arrives too slowly, or is malformed.
     """
     try:
         data = await _receive(service, request)
@@ -48,7 +48,7 @@ async def _receive(service: Service, request: Request) -> bytearray:
         raise too_long
     try:
         return await asyncio.wait_for(_join(request, most, too_long), seconds)
-    except (TimeoutError, asyncio.TimeoutError):  # these are two classes before Python 3.11
+    except (TimeoutError, asyncio.TimeoutError):  # two different classes before Python 3.11
         raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
 
 

@@ -15,7 +15,7 @@ _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 
 @dataclass(frozen=True)
 class CallPart:
-    """What is new of call number ``index``. ``first``: it is the first part. ``complete``: it is the last part."""
+    """A new part of tool call number ``index``. ``first``: the call's first part. ``complete``: its last part."""
 
     index: int
     call_id: str
@@ -26,9 +26,9 @@ class CallPart:
 
 
 def call_id(answer: str, number: int, length: int = 0) -> str:
-    """Return the id of call ``number`` in ``answer``. It is unique, and the same whenever the answer is read.
+    """Return a unique id for tool call ``number`` of the answer with id ``answer``; the same at every call.
 
-    ``length``: of an id of only letters and digits, for chat templates that need one; 0 for any.
+    ``length``: characters of an id of letters and digits, for chat templates that need a fixed length; 0 for no limit.
     """
     name = uuid.uuid5(_CALLS, f"{answer}/{number}")
     if not length:
@@ -40,7 +40,7 @@ def call_id(answer: str, number: int, length: int = 0) -> str:
 def arguments_text(arguments: Any) -> str:
     """Return a call's arguments as JSON, with lone surrogates replaced.
 
-    Raise ValueError if they are no JSON object, for instance because of a NaN.
+    Raise ValueError if ``arguments`` cannot be a JSON object, for instance because of a NaN.
     """
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -54,7 +54,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def mended_escapes(text: str) -> str:
-    """Return the JSON ``text`` with escapes of lone surrogates replaced; its length stays the same."""
+    """Return the JSON ``text`` with escapes of lone surrogates replaced by others of the same length."""
     if "\\u" not in text:
         return text
     escapes = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")
@@ -62,7 +62,7 @@ def mended_escapes(text: str) -> str:
 
 
 def num_mended(text: str) -> int:
-    """Return how much of the growing JSON ``text`` can be mended regardless of what follows."""
+    """Return how many characters of the growing JSON ``text`` ``mended_escapes`` can treat, whatever follows them."""
     begun_escape = re.compile(f"(?:{_HIGH})?" + r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
     found = begun_escape.search(text, max(0, len(text) - 12))
     return found.start() if found else len(text)

@@ -1,4 +1,4 @@
-"""Calls in a region that a response template only cuts: JSON values, or Python calls (LFM2, Llama 4)."""
+"""Parses tool calls that a response template finds but does not parse: JSON values, or Python calls (LFM2, Llama 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BETWEEN = re.compile(r"[\s,;]*")
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Return the calls, each ``{"name", "arguments"}`` as written. Raise ValueError for anything else.
+    """Return the tool calls in ``text``, each ``{"name", "arguments"}``. Raise ValueError if it has anything else.
 
     JSON: consecutive objects, or lists of them; "parameters" is accepted for "arguments". Python: calls with keyword
     arguments, in a list or one per line.
@@ -55,7 +55,7 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return the value of a literal, with JSON's names too. Raise ValueError for anything else."""
+    """Return the value of a Python literal; true, false and null count too. Raise ValueError for other nodes."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]

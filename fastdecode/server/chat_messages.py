@@ -10,7 +10,7 @@ from fastdecode.server.call_parts import CallPart
 
 
 class ChatWriter:
-    """Writes the message of one answer. Reasoning has two names: ``reasoning`` is vLLM's newer one."""
+    """Writes the message of one answer. Reasoning goes into two fields; ``reasoning`` is vLLM's newer name."""
 
     def __init__(self, reading: AnswerReading, answer: str, tells_thoughts: bool = True) -> None:
         """``answer``: the answer's id, from which ids of calls are derived."""
@@ -19,14 +19,14 @@ class ChatWriter:
         self.has_called = False
 
     def message(self, text: str) -> dict[str, Any]:
-        """Return the message of a finished answer."""
+        """Return the assistant's message for ``text``, the text of a finished answer."""
         content, thoughts, parts = self._sorted(self._reader.read(text, True))
         calls = {"tool_calls": [call_of(part) for part in parts]} if parts else {}
         is_none = bool(self._reading.forced or (calls and not content.strip()) or (self._has_thought and not content))
         return {"role": "assistant", "content": None if is_none else content, **_thoughts(thoughts), **calls}
 
     def delta(self, text: str, finished: bool) -> dict[str, Any] | None:
-        """Return the delta of the message; None if there is nothing new."""
+        """Return the delta for what is new in ``text``, all the text until now; None if there is nothing new."""
         pieces = self._reader.read(text, finished)
         if not pieces and not finished and not self._reading.is_plain:
             return None
@@ -34,11 +34,11 @@ class ChatWriter:
         calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
         is_told = content or not (parts or thoughts or self._reading.forced)
         if not (is_told or thoughts or calls or finished):
-            return None  # reasoning that is not shown
+            return None  # all that is new is reasoning, which this client does not get
         return {**({"content": content} if is_told else {}), **_thoughts(thoughts), **calls}
 
     def _sorted(self, pieces: Sequence[Piece]) -> tuple[str, str, list[CallPart]]:
-        """Return text, reasoning and calls, each in order. Separate blocks of reasoning are on separate lines."""
+        """Return the pieces' joined text, joined reasoning, and tool calls. Blocks of reasoning begin new lines."""
         thoughts = ""
         for each in pieces:
             if isinstance(each, Thought):
@@ -51,13 +51,13 @@ class ChatWriter:
 
 
 def call_of(part: CallPart) -> dict[str, Any]:
-    """Return a call in the form of messages."""
+    """Return a complete tool call as an entry of a message's ``tool_calls``."""
     function = {"name": part.name, "arguments": part.arguments}
     return {"id": part.call_id, "type": "function", "function": function}
 
 
 def _call_delta(part: CallPart) -> dict[str, Any]:
-    """Return the delta of a call: after its first part only the arguments."""
+    """Return a part of a tool call as an entry of a delta's ``tool_calls``. Later parts have only arguments."""
     told = call_of(part) if part.first else {"function": {"arguments": part.arguments}}
     return {"index": part.index, **told}
 

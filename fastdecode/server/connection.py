@@ -18,7 +18,7 @@ MOST_HEADER_BYTES = 64 << 10
 class LimitedProtocol(HttpToolsProtocol):
     """A connection that closes if a header, or the client's reading of an answer, takes over ``timeout_seconds``.
 
-    The routes time bodies, since they know how long one may be. A header, with trailers of a chunked body, has at most
+    Routes limit the time of bodies, since they know their sizes. A header, with trailers of a chunked body, has at most
     MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
     """
 
@@ -49,7 +49,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _parse(self, data: bytes) -> None:
-        """Pass ``data`` to the parser.
+        """Pass ``data``, bytes from the client, to the HTTP parser.
 
         At an offer of another protocol the parser stops; the same request is then parsed again without the offer.
         """
@@ -71,7 +71,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
 
     def on_message_begin(self) -> None:
-        """Handle the beginning of a request."""
+        """Start counting the header bytes of a new request. The HTTP parser calls this."""
         super().on_message_begin()
         self._field_bytes = 0
         if self._header_bytes is None:
@@ -79,17 +79,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self._header_is_late)
 
     def on_url(self, url: bytes) -> None:
-        """Handle a part of the path."""
+        """Count ``url``, a part of the path, as header bytes."""
         self._count_field(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a field of the header, or of trailers."""
+        """Count ``name`` and ``value``, one field of the header or the trailers, as header bytes."""
         self._count_field(name, value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the header."""
+        """Stop the time limit of the header, which is complete."""
         self._disarm()
         self._header_bytes = None
         if self.parser.should_upgrade() or self.transport.is_closing():
@@ -99,33 +99,33 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.send = _AnswerToHttp10(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of the body."""
+        """Pass on ``body``, a part of the request's body."""
         if not self.transport.is_closing():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle the end of the request."""
+        """Mark the request as complete, unless it will be parsed again or the connection closes."""
         if not self.parser.should_upgrade() and not self.transport.is_closing():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Limit the time for the rest of the body after the answer."""
+        """After the answer, limit the time in which the client may send the rest of its body."""
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
             self._arm(self.transport.close)
 
     def pause_writing(self) -> None:
-        """Limit the time in which the client does not read."""
+        """Start the time limit of a client that does not read its answer."""
         super().pause_writing()
         self._arm(self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Note that the client reads again."""
+        """Stop that limit, since the client reads again."""
         self._disarm()
         super().resume_writing()
 
     def _count_field(self, *parts: bytes) -> None:
-        self._field_bytes += sum(map(len, parts)) + 4  # a colon, a space and the end of the line
+        self._field_bytes += sum(map(len, parts)) + 4  # 4 more bytes: a colon, a space and the end of the line
         if self._field_bytes > MOST_HEADER_BYTES:
             self._refuse_header()
 
@@ -157,7 +157,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _AnswerToHttp10:
-    """Sends one answer to an HTTP/1.0 client, which knows no chunks; the end of a stream is that of the connection."""
+    """Sends one answer to an HTTP/1.0 client, which knows no chunks: closing the connection ends a stream."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._send = cycle, cycle.send

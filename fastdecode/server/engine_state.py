@@ -13,8 +13,8 @@ from fastdecode.scheduler import DraftCounts
 class RWorkerState:
     """The state of one R-worker, present or lost.
 
-    ``kv_load``: KV tokens attended in the last step; its limit is None without one. ``busy_seconds``,
-    ``transfer_seconds``: of the last step. ``parked_bytes``: on its disk; None without a disk.
+    ``kv_load``: KV tokens attended in the last step, and its limit (None: no limit). ``busy_seconds``,
+    ``transfer_seconds``: time in the last step. ``parked_bytes``: parked sessions on its disk; None without a disk.
     """
 
     name: str
@@ -32,9 +32,9 @@ class RWorkerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine after a step that ended at ``seconds`` of ``time.perf_counter``.
+    """The engine after a step. ``seconds``: when the step ended, on the clock ``time.perf_counter``.
 
-    It counts running and waiting sequences.
+    Its numbers of running and waiting requests count sequences.
     """
 
     seconds: float
@@ -57,8 +57,8 @@ class EngineState:
 class SessionState:
     """The session of an engine with a journal.
 
-    ``name``: "" without one. ``epoch``: counts the engines that have had it. The rest: bytes of the journal, and
-    seconds that steps have waited for it.
+    ``name``: "" if unnamed. ``epoch``: how many engines have had the session. The rest: bytes of the journal, and
+    seconds that steps have waited for the journal.
     """
 
     name: str
@@ -68,7 +68,7 @@ class SessionState:
 
 
 class TimedStep(NamedTuple):
-    """A step and its end, in seconds of ``time.perf_counter``."""
+    """A step's record, and when the step ended, in seconds of ``time.perf_counter``."""
 
     end_seconds: float
     record: StepRecord

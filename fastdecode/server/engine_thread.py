@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Call:
-    """A function to call between two steps."""
+    """A function that the engine's thread calls between two steps, and the future for its result."""
 
     function: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
@@ -47,7 +47,7 @@ class _Call:
 class EngineThread:
     """Runs an ``LLMEngine`` that is made, used and closed in one thread, which owns its cores and threads.
 
-    ``start`` loads it. The other methods are for the event loop, and never wait. ``observer`` sees every step.
+    ``start`` loads the engine. The other methods are for the event loop and never wait. ``observer`` sees every step.
     """
 
     def __init__(self, config: EngineConfig, observer: EngineWatch) -> None:
@@ -66,7 +66,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> LLMEngine:
-        """Load the engine and wait for it; raise what loading raises.
+        """Load the engine in its thread, wait until it is loaded, and return it. Raise what loading raises.
 
         Only constant parts of the returned engine may be used here.
         """
@@ -102,7 +102,7 @@ class EngineThread:
     def submit(self, exchange: Exchange) -> None:
         """Queue the requests of ``exchange``.
 
-        Outputs come by ``exchange.put``; a refusal or the engine's end by ``exchange.fail``.
+        ``exchange.put`` receives the outputs, ``exchange.fail`` a refusal or the engine's end.
         """
         for index, request_id in enumerate(exchange.request_ids):
             self._waiting[request_id] = (exchange, index)
@@ -111,15 +111,15 @@ class EngineThread:
             self._bury()
 
     def release(self, exchange: Exchange) -> None:
-        """Abort what is left of ``exchange``; its cache is freed before the next step."""
+        """Abort the unfinished requests of ``exchange``. The engine frees their KV cache before the next step."""
         ids = [each for each in exchange.request_ids if self._waiting.pop(each, None)]
         if ids and not exchange.finished:
             self._inbox.put(ids)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Call ``function`` in the engine's thread before the next step, in the order of these calls.
+        """Queue ``function`` for the engine's thread, which runs queued functions in order before its next step.
 
-        The result is None if the engine has ended.
+        The returned future's result is None if the engine has ended.
         """
         call = _Call(function)
         self._inbox.put(call)
@@ -155,7 +155,7 @@ class EngineThread:
             self._tell_the_end()
 
     def _read_inbox(self, engine: LLMEngine) -> bool:
-        """Do what was queued since the last step; an idle engine waits for work. Return False to stop."""
+        """Process the submissions, releases and calls in the inbox; wait for one if idle. Return False to stop."""
         wait = not engine.has_unfinished_requests()
         # How often an idle engine looks for R-workers that have come or gone
         idle_seconds = 1.0
@@ -169,7 +169,7 @@ class EngineThread:
             if asked is None:
                 return False
             if wait:
-                engine.world.clock.restart()  # waiting for work belongs to no step
+                engine.world.clock.restart()  # the time spent waiting for work belongs to no step
             if isinstance(asked, Exchange):
                 self._add(engine, asked)
             elif isinstance(asked, _Call):
@@ -179,7 +179,7 @@ class EngineThread:
             wait = False
 
     def _add(self, engine: LLMEngine, exchange: Exchange) -> None:
-        """Add an engine request per prompt; if one is refused, all are."""
+        """Add one engine request per prompt of ``exchange``. If the engine refuses one, abort all of them."""
         added: list[str] = []
         try:
             for request_id, prompt in zip(exchange.request_ids, exchange.prompts, strict=True):
@@ -196,7 +196,7 @@ class EngineThread:
         self.observer.after_step(engine, outputs)
 
     def _send(self, found: dict[str, RequestOutput | Exception]) -> None:
-        """Pass outputs to the event loop. Until it takes them, newer outputs replace older ones."""
+        """Pass the outputs ``found`` to the event loop. Newer outputs replace older ones that it has not yet taken."""
         with self._lock:
             self._outbox |= found
             if self._delivering:
@@ -213,7 +213,7 @@ class EngineThread:
             logger.debug("the event loop has ended before the engine")
 
     def _deliver(self) -> None:
-        """Give each exchange its outputs, in the event loop. Released exchanges are skipped."""
+        """Store the pending outputs in their exchanges, in the event loop. Skip released exchanges."""
         with self._lock:
             found, self._outbox = self._outbox, {}
             self._delivering = False
@@ -234,7 +234,7 @@ class EngineThread:
             self._call(self._on_death)
 
     def _drop_calls(self) -> None:
-        """Cancel all queued calls."""
+        """Resolve all queued calls with None, since the engine has ended."""
         with contextlib.suppress(queue.Empty):
             while True:
                 asked = self._inbox.get_nowait()

@@ -23,7 +23,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the answer to ``error``. Errors that are not ours get no details, which are no client's business."""
+    """Return ``error`` as an ApiError for the client. Unexpected errors become a 500 that reveals no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError | ConfigError):

@@ -13,22 +13,22 @@ from fastdecode.server.prompt_reader import PromptTokens
 
 
 class EngineDeadError(FastDecodeError):
-    """The engine has failed, and no request can run any more."""
+    """Raised to readers after the engine has failed: no request can run any more."""
 
 
 class ShutdownError(FastDecodeError):
-    """The server ended before the request."""
+    """Raised to readers if the server shuts down before the request has finished."""
 
 
 class DisconnectedError(FastDecodeError):
-    """The client is gone, so nothing reads the answer."""
+    """Raised to a reading whose client has disconnected."""
 
 
 class Exchange:
     """One API request and its answer: an engine request per prompt, with the same parameters.
 
-    It belongs to the event loop, except for constant fields. An output holds all that a request has produced, so only
-    the newest is kept, and a slow client costs no memory. ``on_end``: called once, when all outputs have come or it has
+    Only the event loop may use it, except for constant fields. An output has all that a request has produced, so only
+    the newest is kept, and a slow client costs no memory. ``on_end``: called once, when all outputs came or the request
     failed.
     """
 
@@ -39,7 +39,7 @@ class Exchange:
         params: SamplingParams,
         arrival_seconds: float | None = None,
     ) -> None:
-        """``arrival_seconds``: of ``time.perf_counter`` (now)."""
+        """``arrival_seconds``: when the request arrived, on ``time.perf_counter``; None for now."""
         self.exchange_id = exchange_id
         self.arrival_seconds = time.perf_counter() if arrival_seconds is None else arrival_seconds
         self.prompts = prompts
@@ -51,7 +51,7 @@ class Exchange:
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences that the engine runs for it."""
+        """The number of sequences that the engine runs for this exchange: prompts times ``params.n``."""
         return len(self.prompts) * self.params.n
 
     @property
@@ -66,7 +66,7 @@ class Exchange:
 
     @property
     def num_readings(self) -> int:
-        """The number of clients that wait for more of it."""
+        """The number of open readings, one per client that receives this answer."""
         return len(self._readings)
 
     def put(self, index: int, output: RequestOutput) -> None:
@@ -86,12 +86,12 @@ class Exchange:
             self.on_end(self)
 
     def read(self) -> Reading:
-        """Return a reading from the beginning; it must be closed."""
+        """Return a new reading that starts at the first output. The caller must ``close`` it."""
         self._readings.append(reading := Reading(self))
         return reading
 
     def close(self, reading: Reading) -> None:
-        """End the reading of a client that is answered or gone; may be called twice."""
+        """End ``reading``, whose client is answered or gone. A second call has no effect."""
         self._readings = [each for each in self._readings if each is not reading]
 
 
@@ -117,7 +117,7 @@ class Reading:
         self._changed.set()
 
     async def news(self) -> dict[int, RequestOutput]:
-        """Wait for new outputs and return them by prompt. Raise the error of a failed exchange."""
+        """Wait for new outputs and return them by prompt index. Raise the error of a failed exchange."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:

@@ -13,7 +13,7 @@ IGNORED = frozenset({
     "request_id", "prediction", "verbosity", "length_penalty", "spaces_between_special_tokens",
     "guided_decoding_backend", "cache_control", "context_management", "betas", "mm_processor_kwargs",
 })  # fmt: skip
-"""Fields that do not affect the text, or only together with refused ones."""
+"""Fields that are ignored: they do not affect the text, or only together with refused fields."""
 
 REFUSED = {
     "audio": "there are only texts",
@@ -39,7 +39,7 @@ REFUSED = {
     "vllm_xargs": "nothing here takes any",
     "web_search_options": "there is no search",
 }
-"""Fields that would change the answer, each with what to do instead."""
+"""Unsupported fields that would change the answer, each with the advice that its refusal gives."""
 
 
 def check_fields(body: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
-"""Checks before a request's route.
+"""Middleware that checks a request before its route runs.
 
-They handle the API key, HEAD (a GET without a body), and requests of web pages of other origins, which must be allowed.
+It handles the API key, HEAD requests (a GET without a body), and web pages of other origins, which need permission.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class KeyGuard:
         await (message_error_response if is_messages(scope) else error_response)(refusal)(scope, receive, send)
 
     def _is_key(self, given: bytes) -> bool:
-        """Return whether this is one of the keys, in a time that does not reveal which."""
+        """Return whether ``given`` is one of the API keys. The time taken does not reveal which one."""
         return sum(hmac.compare_digest(given, each) for each in self._expected) > 0
 
 
 def _key_in(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the key of a request, in OpenAI's or Anthropic's header; b"" without one."""
+    """Return the API key in a request's OpenAI or Anthropic header; b"" if there is none."""
     scheme, _, given = headers.get(b"authorization", b"").strip().partition(b" ")
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
@@ -122,7 +122,7 @@ def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
 
 def _read(name: str, given: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of a flag: given one by one, separated by commas, or as a JSON list like vLLM's."""
+    """Return the values of flag ``name``, given as several words, with commas, or as a JSON list as in vLLM."""
     if not given:
         return tuple(default)
     found: list[str] = []

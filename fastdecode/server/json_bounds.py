@@ -1,6 +1,6 @@
-"""Limits of JSON bodies, and integers in them.
+"""Limits the size of JSON bodies, and turns numbers such as 4.0 into integers.
 
-Their size is checked before Python parses them, which holds up all other requests.
+The check runs before Python parses a body, because parsing holds up all other requests.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PIECE_BYTES = 1 << 18
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """Return the parsed JSON. Raise RequestError if it is no UTF-8 JSON, or has too many values."""
+    """Return the parsed JSON ``data``. Raise RequestError if it is no UTF-8 JSON, or has too many values."""
     if len(data) > MOST_NODES:
         _check_size(data)
-    # An escape in JSON: its group is half of a surrogate pair that stands alone
+    # Matches an escape in JSON; the group matches half of a surrogate pair without its other half
     pair_or_half = re.compile(rb"\\(?:u(?i:d[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}|(d[89a-f][0-9a-f]{2}))|.)", re.DOTALL)
     try:
         return msgspec.json.decode(data)
@@ -39,11 +39,11 @@ def parse_json(data: bytes | bytearray) -> Any:
 
 
 def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Yield the parts of the JSON ``data`` outside its strings. Other threads run in between."""
+    """Yield the parts of the JSON ``data`` outside its strings, in pieces so that other threads can run in between."""
     within, rest = False, b""
     for start in range(0, len(data), piece_bytes):
         piece = rest + data[start : start + piece_bytes]
-        rest = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)  # the escaped character is in the next piece
+        rest = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)  # the next piece begins with an escaped character
         whole = piece[: len(piece) - len(rest)]
         parts = whole.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[within::2])
@@ -51,7 +51,7 @@ def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> 
 
 
 def _check_size(data: bytes | bytearray) -> None:
-    """Raise RequestError for more than MOST_VALUES or MOST_NODES.
+    """Raise RequestError if the JSON ``data`` has more than MOST_VALUES values or MOST_NODES nodes.
 
     Text inside strings is excluded only if there seem to be too many values.
     """

@@ -1,4 +1,4 @@
-"""Requests that outlive connections, and with the journal also this process: which, for whom, and how long."""
+"""Keeps requests after their clients disconnect and, with a journal, after this process ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """A request in memory. ``is_written``: its stored answer is written. ``is_deleted``: it is deleted for good."""
+    """A request in memory. ``is_written``: the store has its answer. ``is_deleted``: a client has deleted it."""
 
     request: ApiRequest
     has_ended: bool = False
@@ -34,7 +34,7 @@ class _Held:
 
 @dataclass
 class _Stored:
-    """Ended answers in the store, oldest first, with their bytes."""
+    """Answer ids of ended requests in the store, oldest first, with the bytes of each answer."""
 
     num_bytes: dict[str, int] = field(default_factory=dict)
     total: int = 0
@@ -51,7 +51,7 @@ class _Stored:
 class Keeper:
     """Keeps each request until ``reconnect_seconds`` after its client has left.
 
-    A stored request keeps its answer within the bounds of ``settings``. It belongs to the event loop; ``store`` is
+    ``settings`` bound how many answers of stored requests stay longer. The event loop calls the keeper; ``store`` is
     called in its own thread, in order.
     """
 
@@ -65,21 +65,21 @@ class Keeper:
 
     @property
     def num_read(self) -> int:
-        """The number of requests that clients wait for."""
+        """The number of requests in memory whose clients are still reading."""
         return sum(held.request.exchange.num_readings > 0 for held in self._held.values())
 
     @property
     def num_stored(self) -> int:
-        """The number of answers that outlive this server."""
+        """The number of ended answers in the store, which outlive this server."""
         return len(self._stored.num_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the stored answers."""
+        """The bytes that ended answers take in the store."""
         return self._stored.total
 
     def unfinished(self) -> list[KeptRequest]:
-        """Return the unfinished requests of the previous server by age, and load the list of its stored answers."""
+        """Return the previous server's unfinished requests, oldest first, and load the list of its stored answers."""
         found = []
         for answer_id, age, num_bytes in self._store.ages():
             kept = self._store.read(answer_id)
@@ -103,7 +103,7 @@ class Keeper:
         return await self._write(self._store.read, answer_id)
 
     def hold(self, request: ApiRequest) -> None:
-        """Keep ``request``, which is not in the engine yet."""
+        """Start keeping ``request`` in memory. Call this before the engine gets the request."""
         self._held[request.answer_id] = _Held(request)
         request.exchange.on_end = self._ended
 
@@ -112,7 +112,7 @@ class Keeper:
         await self._write(self._store.write, request.kept())
 
     def left(self, request: ApiRequest) -> None:
-        """Note that a client has left, or that none was there."""
+        """Start the waiting time of ``request`` once no client reads it: a client has left, or there never was one."""
         held = self._held.get(request.answer_id)
         if held is None or self._closing or request.exchange.num_readings:
             return
@@ -124,11 +124,11 @@ class Keeper:
         held.timer = loop.call_later(self._settings.reconnect_seconds, self._give_up, held)
 
     def cancel(self, request: ApiRequest) -> None:
-        """End the request for its client; no effect if it has ended."""
+        """End ``request`` as cancelled by its client. No effect if it has ended."""
         request.exchange.fail(ApiError(409, "the response was cancelled", CANCELLED))
 
     def delete(self, answer_id: str) -> None:
-        """Forget the request, in the store too."""
+        """Remove the request with this answer id from memory and from the store."""
         held = self._held.pop(answer_id, None)
         if held:
             held.is_deleted = True
@@ -140,7 +140,7 @@ class Keeper:
         self._write(self._store.delete, answer_id)
 
     def close(self) -> None:
-        """Stop for the end of the server. Unfinished requests are left to the next one."""
+        """Stop, because the server ends. Unfinished requests stay in the store for the next server."""
         self._closing = True
         for held in self._held.values():
             if held.has_ended and not held.request.is_stored:
@@ -150,7 +150,7 @@ class Keeper:
     def _ended(self, exchange: Exchange) -> None:
         """Handle the end of ``exchange``: all outputs came, or it failed.
 
-        At the server's end, the next server continues it.
+        After ``close`` this does nothing: the next server continues the request.
         """
         held = self._held.get(exchange.exchange_id)
         if held is None or isinstance(exchange.error, EngineDeadError | ShutdownError):
@@ -172,7 +172,7 @@ class Keeper:
         self.left(held.request)
 
     def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
-        """Note that the answer is in the store, or that writing failed (None)."""
+        """Record that the store holds the answer with ``num_bytes`` bytes; None if writing it failed."""
         if held.is_deleted:
             return
         held.is_written = True
@@ -184,7 +184,7 @@ class Keeper:
         self.left(held.request)
 
     def _give_up(self, held: _Held) -> None:
-        """Drop a request whose client has not returned."""
+        """Drop the request ``held``, whose client has not returned in time; abort what still runs."""
         request = held.request
         if request.exchange.num_readings or self._closing:
             return

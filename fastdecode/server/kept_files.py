@@ -1,4 +1,4 @@
-"""API requests on disk beside the journal: bodies until they are answered, and stored answers.
+"""API requests on disk next to the journal: bodies of unanswered requests, and stored answers.
 
 Each request is one file, written elsewhere and renamed. The folder's name has a number that each server increments. So
 a stopped server finds its folder gone if another took its place, and changes nothing.
@@ -22,7 +22,7 @@ from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.core.weighing import AttentionSource
 
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""The name of an answer, and of a request as its client may name it."""
+"""Matches the file names that are valid: answer ids, and the names that clients give their requests."""
 
 _SUFFIX = ".request"
 
@@ -34,7 +34,7 @@ KeptLogprobs = list[dict[int, tuple[float, int, str | None]] | None]
 
 
 class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
-    """A finished ``CompletionOutput``; log-probabilities have rank and text, by token id."""
+    """A finished ``CompletionOutput`` as stored. Log-probabilities are a ``KeptLogprobs``."""
 
     text: str
     token_ids: list[int]
@@ -46,7 +46,7 @@ class KeptCompletion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """The error of a request, as it is answered."""
+    """The error that a failed request's client receives: HTTP status, message and kind."""
 
     status: int
     message: str
@@ -56,8 +56,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 class KeptRequest(msgspec.Struct):
     """A request as stored: its body, the token ids and texts of its prompts, and a response's ``messages``.
 
-    ``outputs``: per prompt, once all have ended, like ``prompt_logprobs`` if requested. ``failure``: set if it ended
-    otherwise. ``created``: Unix seconds.
+    ``outputs`` and, if requested, ``prompt_logprobs``: an entry per prompt, set at the end. ``failure``: why a request
+    failed. ``created``: when the request arrived, in Unix seconds.
     """
 
     answer_id: str
@@ -73,7 +73,7 @@ class KeptRequest(msgspec.Struct):
 
     @property
     def ended(self) -> bool:
-        """True if no more output will come."""
+        """True if the request has finished or failed, so that no more output will come."""
         return self.outputs is not None or self.failure is not None
 
 
@@ -81,12 +81,12 @@ _decoder = msgspec.msgpack.Decoder(KeptRequest)
 
 
 def encoded(kept: KeptRequest) -> bytes:
-    """Return the stored form."""
+    """Return ``kept`` as the bytes that a store writes."""
     return msgspec.msgpack.encode(kept)
 
 
 def decoded(data: bytes, where: object) -> KeptRequest | None:
-    """Return the request of a stored form. Return None for another version, and log ``where``."""
+    """Return the request that ``encoded`` wrote. For bytes of another version, log ``where`` and return None."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
@@ -104,7 +104,7 @@ class RequestStore(Protocol):
     most_bytes: float
 
     def write(self, kept: KeptRequest) -> int:
-        """Store the request; return its bytes."""
+        """Store the request; return the number of bytes stored."""
 
     def read(self, answer_id: str) -> KeptRequest | None:
         """Return the stored request; None if there is none, or it cannot be read."""
@@ -113,7 +113,7 @@ class RequestStore(Protocol):
         """Delete the stored request."""
 
     def ages(self) -> list[tuple[str, float, int]]:
-        """Return answer id, seconds since writing, and bytes of each request, oldest first."""
+        """Return answer id, seconds since it was written, and number of bytes of each stored request, oldest first."""
 
 
 class KeptFiles:
@@ -157,7 +157,7 @@ class KeptFiles:
                 told = path.stat()
                 found.append((path.name.removesuffix(_SUFFIX), now - told.st_mtime, told.st_size))
             else:
-                path.unlink(missing_ok=True)  # an interrupted write
+                path.unlink(missing_ok=True)  # left by an interrupted write
         return sorted(found, key=lambda each: -each[1])
 
     def _path(self, answer_id: str) -> Path:
@@ -165,7 +165,7 @@ class KeptFiles:
 
 
 def kept_outputs(outputs: Sequence[RequestOutput | None]) -> list[list[KeptCompletion]]:
-    """Return the stored form of the ended outputs of all prompts."""
+    """Return the ended outputs, one per prompt, as ``KeptCompletion`` lists for ``KeptRequest.outputs``."""
     return [[_kept(each) for each in output.outputs] for output in outputs if output is not None]
 
 
@@ -177,7 +177,7 @@ def _kept(completion: CompletionOutput) -> KeptCompletion:
 
 
 def kept_prompt_logprobs(outputs: Sequence[RequestOutput | None]) -> list[KeptLogprobs | None]:
-    """Return the stored form of prompts' log-probabilities; None if they were not requested."""
+    """Return each prompt's log-probabilities for ``KeptRequest.prompt_logprobs``; None if not requested."""
     found = [_kept_logprobs(output.prompt_logprobs) for output in outputs if output is not None]
     return found if any(found) else []
 
@@ -192,7 +192,7 @@ def _kept_logprobs(rows: Sequence[dict[int, Logprob] | None] | None) -> KeptLogp
 
 
 def outputs_of(kept: KeptRequest) -> list[RequestOutput]:
-    """Return the outputs of a stored request."""
+    """Return one ``RequestOutput`` per prompt, restored from the stored request ``kept``."""
     return [
         RequestOutput(
             f"{kept.answer_id}-{number}", text, token_ids, [_completion(*each) for each in enumerate(completions)],

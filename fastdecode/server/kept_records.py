@@ -1,4 +1,4 @@
-"""API requests in the engine's journal, for a journal in R-workers' memory, which has no folder."""
+"""Stores API requests in the engine's journal itself, for a journal in R-workers' memory, which has no folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_REQUEST_BYTES = 1 << 23
 
 
 class KeptRecords:
-    """A ``RequestStore`` in a journal. The engine's thread owns the journal, and does this between two steps."""
+    """A ``RequestStore`` inside a journal. The engine's thread, which owns the journal, runs accesses between steps."""
 
     most_bytes: float = MOST_STORED_BYTES
 
@@ -53,7 +53,7 @@ class KeptRecords:
 
 
 class _Turns(Executor):
-    """Runs calls in the engine's thread."""
+    """An executor that runs functions in the engine's thread, between two steps."""
 
     def __init__(self, engine_thread: EngineThread) -> None:
         self._engine_thread = engine_thread
@@ -63,9 +63,9 @@ class _Turns(Executor):
 
 
 def request_store(config: EngineConfig, engine_thread: EngineThread, journal: Journal) -> RequestStore | None:
-    """Return the store of API requests beside ``journal``, the one of the engine in ``engine_thread``.
+    """Return the store of API requests that belongs to ``journal``, the journal of the engine in ``engine_thread``.
 
-    Return None without a journal. Raise ConfigError if its folder cannot be written.
+    Return None if ``journal`` is None. Raise ConfigError if the journal's folder cannot be written.
     """
     if config.journal is None:
         return None

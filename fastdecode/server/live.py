@@ -1,4 +1,4 @@
-"""The live page: what the cluster does now. It is sent to every open page, and takes no time without one."""
+"""The live page shows what the cluster does now. Without an open page it costs no time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fastdecode.server.streams import SSE_HEADERS
 PAGE, STREAM = "/", "/live"
 
 PERIOD_SECONDS = 0.5
-"""Seconds between two updates."""
+"""Seconds between two updates of the page."""
 
 WINDOW_SECONDS = 2.0
 """Seconds over which rates are averaged."""
 
 SHOWN_LAYERS = 8
-"""Layers of a step's timeline; more would be too narrow to see."""
+"""Most layers in the timeline of a step; more would be too narrow to see."""
 
 SHOWN_TOKENS, SHOWN_BLOCKS = 24, 64
-"""Tokens and blocks of a request's attention sources."""
+"""Most tokens, and most blocks, that the picture of a request's attention sources shows."""
 
 
 def add_live(app: FastAPI, service: Service) -> None:
@@ -61,7 +61,7 @@ def add_live(app: FastAPI, service: Service) -> None:
 
 
 class Live:
-    """Observes the engine twice a second, for all open pages together. It belongs to the event loop."""
+    """Reads the engine's state twice a second for all open pages together. Only the event loop may call it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -72,12 +72,12 @@ class Live:
 
     @property
     def ended(self) -> bool:
-        """True once there is nothing more to see."""
+        """True once the engine is dead or the server is ending."""
         return self._service.dead or self._service.draining
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """Keep the lanes' activity in steps within the context, while a page is open."""
+        """Count one open page within the context. While any is open, steps record the timeline."""
         self.num_viewers += 1
         self._observer.watched = True
         try:
@@ -87,7 +87,7 @@ class Live:
             self._observer.watched = self.num_viewers > 0
 
     def event(self) -> bytes:
-        """Return the present state as a server-sent event, the same for all pages of one period."""
+        """Return the engine's state as a server-sent event. All calls within one period return the same event."""
         now = time.perf_counter()
         if now - self._made_seconds > PERIOD_SECONDS / 2:
             found = {"model": self._service.model.names[0], **look(self._observer, now)}
@@ -96,7 +96,7 @@ class Live:
 
 
 class LiveResponse(Response):
-    """Sends states until the page is closed or the server ends."""
+    """Sends the engine's state to one page, twice a second, until the page is closed or the server ends."""
 
     def __init__(self, live: Live) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ async def _wait_for_disconnect(receive: Receive, then: Callable[[], None]) -> No
 def look(observer: EngineWatch, now: float) -> dict[str, Any]:
     """Return the engine's state at ``now`` (``time.perf_counter``) as plain data.
 
-    Utilization is a part of the last seconds, 0 to 1.
+    Utilizations are the busy fraction (0 to 1) of the last WINDOW_SECONDS.
     """
     state, steps = observer.state, _recent(list(observer.steps), now, observer.state.num_running > 0)
     span = _span(steps, now)
@@ -146,13 +146,13 @@ def look(observer: EngineWatch, now: float) -> dict[str, Any]:
 
 
 def _recent(steps: Sequence[TimedStep], now: float, running: bool) -> list[TimedStep]:
-    """Return the steps of the window. While sequences run, at least the last step counts."""
+    """Return the steps that ended in the WINDOW_SECONDS before ``now``, and the last step while sequences run."""
     recent = [step for step in steps if step.end_seconds > now - WINDOW_SECONDS]
     return recent or list(steps[-1:] if running else ())
 
 
 def _span(steps: Sequence[TimedStep], now: float) -> float:
-    """Return the seconds over which rates are averaged: the window, extended to the start of its first step."""
+    """Return the seconds to average rates over: from the start of ``steps`` to ``now``, at least WINDOW_SECONDS."""
     began = (step.end_seconds - step.record.wall_seconds for step in steps[:1])
     return max([WINDOW_SECONDS, *(now - each for each in began)])
 
@@ -174,9 +174,9 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
 
 
 def sources(output: RequestOutput | None) -> dict[str, Any] | None:
-    """Return the blocks that the last tokens of a request looked at; None without any.
+    """Return, for a request's last tokens, the blocks they attended to and the weights; None if not recorded.
 
-    The page shows places and no text: it is for those who run the server.
+    The data has token positions and no text, since operators must not read users' texts.
     """
     if output is None or not output.outputs[0].all_sources:
         return None
@@ -191,7 +191,7 @@ def sources(output: RequestOutput | None) -> dict[str, Any] | None:
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the first layers of a step: lane, state, mini-batch, layer, start and end in milliseconds of each stay.
+    """Return a step's first layers; each stay in a state has lane, state, mini-batch, layer, start and end in ms.
 
     Lane 0 is the S-worker, lane 1 + i is R-worker i; -1 means no mini-batch or layer.
     """
@@ -219,6 +219,6 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _num_layers(events: Sequence[Event]) -> int:
-    """Return the model's layers: those attended by R-workers. The S-worker's last stay comes after the last layer."""
+    """Return the number of layers in ``events`` that R-workers attended; the S-worker's stays go one layer further."""
     attended = [event.interval.layer for event in events if event.lane > 0]
     return 1 + max(attended) if attended else max((event.interval.layer for event in events), default=0)

@@ -12,10 +12,10 @@ from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.api.text import Tokenizer
 
 Spell = Callable[[int], bytes]
-"""Returns the bytes that a token adds to the text."""
+"""A function that returns the bytes which a token id adds to the text."""
 
 Chosen = Sequence[tuple[int, dict[int, Logprob]]]
-"""Token ids, each with the log-probabilities at its position."""
+"""The chosen token ids, each with the log-probabilities of the tokens at its position."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LogprobForm:
     """How an answer shows log-probabilities.
 
     ``num_top``: likeliest tokens per position (-1: all). ``spell``: gives a token's bytes; None without a tokenizer.
-    ``hidden``: tokens that the text omits.
+    ``hidden``: ids of tokens that the text omits.
     """
 
     num_top: int = 0
@@ -31,7 +31,7 @@ class LogprobForm:
     hidden: frozenset[int] = frozenset()
 
     def of_chat(self, completion: CompletionOutput, start: int = 0) -> list[dict[str, Any]]:
-        """Return an object per token from ``start`` on, with the likeliest tokens of its position in order."""
+        """Return a chat's object per token from number ``start`` on, with the likeliest tokens at its position."""
         return [
             {
                 **self._chat_logprob(token_id, found[token_id]),
@@ -41,7 +41,7 @@ class LogprobForm:
         ]
 
     def of_completion(self, tokens: Chosen, offsets: TextOffsets) -> dict[str, Any]:
-        """Return one list per kind of value, with an entry per token. The first token of a prompt has no probability.
+        """Return a completion's lists of tokens, log-probabilities and so on. A prompt's first token has none.
 
         A token that is only a part of a character is shown by its bytes, as OpenAI does.
         """
@@ -59,7 +59,7 @@ class LogprobForm:
         }
 
     def _likeliest(self, found: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-        """Return the likeliest tokens. The chosen token is included only if it is one of them."""
+        """Return the ``num_top`` likeliest tokens of ``found``, without the chosen token if that is not among them."""
         ranked = sorted(found.items(), key=_rank)
         return ranked if self.num_top < 0 else [each for each in ranked if each[1].rank <= self.num_top]
 
@@ -91,14 +91,14 @@ class TextOffsets:
         self._count = 0
 
     def of(self, spelling: bytes) -> int:
-        """Return the offset of the next token, whose bytes are ``spelling``."""
+        """Append a token with the bytes ``spelling``; return the number of characters before this token."""
         offset = self._count
         self._count += len(self._decoder.decode(spelling))
         return offset
 
 
 def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> LogprobForm:
-    """Return how to show the log-probabilities that ``params`` request."""
+    """Return the form in which an answer shows the log-probabilities that ``params`` request."""
     if params.logprobs is None or tokenizer is None:
         return LogprobForm(params.logprobs or 0)
     special = tokenizer.special_token_ids.difference(params.shown_special_token_ids or ())
@@ -108,7 +108,7 @@ def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> Logprob
 
 
 def chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
-    """Return the tokens of ``completion`` from ``start`` on, with log-probabilities."""
+    """Return the tokens of ``completion`` from number ``start`` on, with log-probabilities."""
     return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
 
 
@@ -125,7 +125,7 @@ def _rank(item: tuple[int, Logprob]) -> int:
 
 
 def _text(token_id: int, entry: Logprob | None) -> str:
-    """Return the token's text; without a tokenizer its id, as vLLM does."""
+    """Return the text of token ``token_id``; without a tokenizer "token_id:N", as vLLM does."""
     if entry is None or entry.decoded_token is None:
         return f"token_id:{token_id}"
     return entry.decoded_token

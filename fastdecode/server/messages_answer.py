@@ -22,7 +22,7 @@ NO_INPUT = msgspec.Raw(b"{}")
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How the answer of one request looks. ``reading``: how its text is read."""
+    """The form of one request's answer. ``reading``: how to split the text into reasoning, content and tool calls."""
 
     model: str
     answer_id: str
@@ -32,23 +32,23 @@ class MessageForm:
 
     @property
     def id(self) -> str:
-        """The id, with the prefix that Anthropic uses."""
+        """The answer's id with Anthropic's prefix."""
         return f"msg_{self.answer_id}"
 
     def message(self, **told: Any) -> dict[str, Any]:
-        """Return the message object with the fields ``told`` in addition."""
+        """Return Anthropic's message object of this answer, with the fields in ``told`` added or replaced."""
         begun = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**begun, "stop_reason": None, "stop_sequence": None, **told}
 
 
 def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    """Return the token counts of a request."""
+    """Return Anthropic's ``usage`` object for a prompt of ``num_prompt`` tokens and an answer of ``num_new`` tokens."""
     caches = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": num_prompt, **caches, "output_tokens": num_new}
 
 
 def whole_message(form: MessageForm, output: RequestOutput) -> dict[str, Any]:
-    """Return the answer of a finished request, the sum of its stream's events."""
+    """Return the whole message of a finished request: the same content that its stream's events would add up to."""
     growing, (completion,) = GrowingMessage(form), output.outputs
     blocks: list[dict[str, Any]] = []
     end: Event = {}
@@ -72,7 +72,7 @@ def _is_call(event: Event) -> bool:
 
 
 def _input(text: str) -> msgspec.Raw:
-    """Return a call's arguments as the model wrote them; an empty object if they were truncated."""
+    """Return a tool call's arguments ``text`` as raw JSON; an empty object if the text was truncated."""
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -95,12 +95,12 @@ class GrowingMessage:
         self._num_tokens = 0
 
     def begin(self, num_prompt: int) -> Iterator[Event]:
-        """Yield the events before any block."""
+        """Yield the events before the first block. ``num_prompt``: tokens of the prompt."""
         yield {"type": "message_start", "message": self._form.message(usage=usage(num_prompt, 0))}
         yield {"type": "ping"}
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """Yield the new events of the blocks; attention sources come with the first of them."""
+        """Yield events for what is new in ``completion``. The first event has the new tokens' attention sources."""
         for event in self._grow(completion):
             if event["type"] == "content_block_delta":
                 event |= self._sources(completion)
@@ -126,7 +126,7 @@ class GrowingMessage:
                 yield self._delta(piece)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
-        """Yield the events after the last output."""
+        """Yield the events that end the stream. ``output``: the last output of the request."""
         (completion,) = output.outputs
         yield from self._stop()
         counts = usage(len(output.prompt_token_ids), len(completion.tokens))
@@ -163,7 +163,7 @@ class GrowingMessage:
         return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
 
     def _stop(self) -> Iterator[Event]:
-        """Yield the end of the growing block, if any. Reasoning gets a signature, which clients send back."""
+        """Yield the events that end the open block, if any. Reasoning gets a signature, which clients send back."""
         if not self._kind:
             return
         if self._kind == "thinking":

@@ -13,13 +13,13 @@ from fastdecode.server.messages_request import MESSAGES
 
 
 def is_messages(scope: Scope) -> bool:
-    """Return whether a request is for Anthropic's API, by its path."""
+    """Return whether the path of the request's ASGI ``scope`` belongs to Anthropic's API."""
     path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def message_error(status: int, message: str, answer_id: str | None = None) -> dict[str, Any]:
-    """Return the body of an error, which is also its event."""
+    """Return an error object in Anthropic's shape. It is the body of an answer, or the event of a failed stream."""
     kinds = {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -36,7 +36,7 @@ def message_error(status: int, message: str, answer_id: str | None = None) -> di
 
 
 def message_error_response(error: Exception, answer_id: str | None = None) -> Response:
-    """Return the answer to ``error``."""
+    """Return the HTTP response that tells ``error`` to a client of Anthropic's API."""
     found = api_error(error)
     body = message_error(found.status, str(found), answer_id)
     return Response(msgspec.json.encode(body), found.status, found.headers, "application/json")

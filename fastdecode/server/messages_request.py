@@ -16,7 +16,7 @@ MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
 
 class ToolChoice(msgspec.Struct):
-    """The tools that are called. ``name``: for the type "tool"."""
+    """The tools that the model may or must call. ``name``: the tool to call, if the type is "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -38,7 +38,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """The parts of a prompt. ``messages``: text, reasoning, tool calls and their results."""
+    """A prompt whose tokens a client wants counted. ``messages``: text, reasoning, tool calls and their results."""
 
     model: str
     messages: Messages
@@ -68,7 +68,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat whose answer is the message. Raise RequestError for unsupported or invalid values."""
+    """Return the chat request that means the same. Raise RequestError for unsupported or invalid values."""
     if request.mcp_servers:
         raise RequestError("mcp_servers is not supported: connect to them from the client, and give their tools")
     choice, messages = request.tool_choice, _system(request.system) + _messages(request.messages)
@@ -85,7 +85,7 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
         "continue_final_message": continues,
         "add_generation_prompt": not continues,
     }
-    # Fields that a chat has by the same name
+    # Fields that ChatRequest has under the same name
     same = tuple(sorted({*SampledRequest.__struct_fields__} - {"stop"}))
     if isinstance(request, MessagesRequest):
         stops = request.stop_sequences if request.stop is None else request.stop
@@ -96,7 +96,7 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else [_text(block, "system") for block in system or ()]
-    # Begins a system text that is no instruction, and is another one in each request
+    # Begins a system text that is a billing header, not an instruction, and differs in each request
     billing = "x-anthropic-billing-header"
     told = [text for text in texts if text and not text.startswith(billing)]
     return [{"role": "system", "content": "\n".join(told)}] if told else []
@@ -120,7 +120,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of tools and of the user, in the order of the blocks; adjacent texts are joined."""
+    """Return a user message's ``blocks`` as chat messages of tools and of the user. Join adjacent texts."""
     found: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -168,7 +168,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(block: Any, where: str) -> str:
-    """Return the text of a block. Raise RequestError for one with anything else."""
+    """Return the text of ``block``. Raise RequestError, naming ``where``, if the block is no text."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     source = block.get("source") if kind == "document" else None
     if isinstance(source, Mapping) and source.get("type") == "text":
@@ -203,7 +203,7 @@ def _choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Return the arguments for chat templates."""
+    """Return the chat template's arguments that switch reasoning on or off; {} if ``thinking`` is None."""
     return {} if thinking is None else dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
 
 

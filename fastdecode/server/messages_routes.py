@@ -1,4 +1,4 @@
-"""The routes of Anthropic's Messages API, with errors in its shape."""
+"""The routes of Anthropic's Messages API, with errors in Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastdecode.server.streams import GenerationResponse, json_response
 
 
 def add_messages(app: FastAPI, service: Service) -> None:
-    """Add the routes to ``app``."""
+    """Add the routes of the Messages API to ``app``."""
 
     @app.post(MESSAGES, openapi_extra=takes(MessagesRequest))
     async def messages(request: Request) -> Response:
@@ -46,7 +46,7 @@ def add_messages(app: FastAPI, service: Service) -> None:
 
 
 class MessageResponse(GenerationResponse):
-    """An answer of the Messages API, whose events have types and no numbers."""
+    """Sends an answer of the Messages API. Its stream events have types and no ids."""
 
     def __init__(self, service: Service, request: ApiRequest, stream: bool) -> None:
         self._form = cast(MessageForm, request.form)
@@ -76,7 +76,7 @@ class MessageResponse(GenerationResponse):
 
 
 def _joined(events: Iterable[dict[str, Any]]) -> bytes:
-    """Return server-sent events."""
+    """Return ``events`` as the bytes of server-sent events."""
     return b"".join(
         b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events
     )

@@ -17,9 +17,9 @@ MOST_STEPS = 1000
 
 
 class EngineWatch:
-    """State of the engine. Its thread writes it after each step, and the event loop may read it at any time.
+    """The engine's state. The engine's thread writes it after each step; the event loop may read it at any time.
 
-    ``steps``: the last steps, oldest first. ``timeline``: the lanes' ``metrics.Event``s in the last step, kept only
+    ``steps``: the last steps, oldest first. ``timeline``: the workers' ``metrics.Event``s in the last step, kept only
     while the event loop sets ``watched``. ``looking``: the last output of a request that asks for attention sources.
     """
 
@@ -33,7 +33,7 @@ class EngineWatch:
         self._new: list[StepRecord] = []
 
     def attach(self, engine: LLMEngine) -> None:
-        """Attach to ``engine``, in its thread before any step."""
+        """Start watching ``engine``. Call this in the engine's thread before its first step."""
         engine.on_step = self._new.append
         self.after_step(engine, [])
 
@@ -61,7 +61,7 @@ class EngineWatch:
 
 
 def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> EngineState:
-    """Return the scheduler's state with the last step's times, if any; call it in the engine's thread."""
+    """Return ``engine``'s state at ``now``, with the times in ``record``, if any. Call this in the engine's thread."""
     scheduler, known = engine.scheduler, engine.scheduler.snapshot(with_sequences=False)
     counted, is_limited = scheduler.statistics, scheduler.load_limit.tokens is not None
     limits = scheduler.load_limit.of_workers.tolist() if is_limited else [0.0] * len(engine.r_workers)
@@ -91,7 +91,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
 
 
 def session_of(engine: LLMEngine) -> SessionState | None:
-    """Return the session that outlives ``engine``; None if nothing does."""
+    """Return the state of the journal's session; None if ``engine`` has no journal."""
     if engine.config.journal is None and engine.config.session is None:
         return None
     epoch, journal = max((info.epoch for info in engine.r_workers), default=0), engine.journal

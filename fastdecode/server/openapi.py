@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server: the allowed bodies, as precisely as a JSON schema can say.
+"""The server's OpenAPI document describes allowed request bodies as precisely as a JSON schema can.
 
 Bodies are decoded by their structs, and values are checked where they are used, with better messages. This module only
 describes them.
@@ -26,20 +26,20 @@ Schema = dict[str, Any]
 
 
 def takes(kind: type[msgspec.Struct]) -> Schema:
-    """Return the schema of a body, for a route's ``openapi_extra``."""
+    """Return a route's ``openapi_extra``: the route takes a JSON body of the struct ``kind``."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document(app: FastAPI, model_names: Sequence[str], vocab_size: int) -> Schema:
-    """Return FastAPI's document of the routes, with the bodies' schemas."""
+    """Return FastAPI's OpenAPI document of ``app``'s routes, completed with the schemas of request bodies."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     found.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(model_names, vocab_size))
     return found
 
 
 def _schemas(model_names: Sequence[str], vocab_size: int) -> Schema:
-    """Return the schemas by name. Properties with default None may be null."""
+    """Return the JSON schema of each body struct by the struct's name. Properties with default None may be null."""
     _, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
     told = _properties(model_names, vocab_size)
     for kind in BODIES:
@@ -79,9 +79,9 @@ _CHOICES = ["none", "auto", "required"]
 
 
 def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
-    """Return the properties of all bodies by name.
+    """Return the JSON schemas of body fields by field name.
 
-    A name with another meaning in one body is listed under that body.
+    A field with another meaning in one kind of body is listed under that body's name.
     """
     token_ids = _list(_numbers("integer", 0, vocab_size - 1), 1)
     named = _object(("name",), name=_TEXT)
@@ -126,7 +126,7 @@ def _properties(model_names: Sequence[str], vocab_size: int) -> Schema:
 
 
 def _of_responses() -> Schema:
-    """Return properties with another meaning in a response's body."""
+    """Return the JSON schemas of fields that have another meaning in a body of the Responses API."""
     part = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text={"type": "string"})
     item = {**_MESSAGE["properties"], "content": {"anyOf": [{"type": "string"}, _list(part)]}}
     item["role"] = {"enum": ["system", "user", "assistant", "developer"]}
@@ -143,7 +143,7 @@ def _of_responses() -> Schema:
 
 
 def _of_messages() -> Schema:
-    """Return properties with another meaning in the bodies of Anthropic's API."""
+    """Return the JSON schemas of fields that have another meaning in bodies of Anthropic's API."""
     blocks = _list(_object(("type", "text"), type={"const": "text"}, text=_TEXT), 1)
     text = {"anyOf": [_TEXT, blocks]}
     told: Schema = {"name": _TEXT, "description": {"type": "string"}, "input_schema": {"type": "object"}}

@@ -41,7 +41,7 @@ def check_parser_names(tool_call_parser: str | None, reasoning_parser: str | Non
 
 
 def entry_of(kind: str, name: str | None, chat_template: str) -> dict[str, Any]:
-    """Return the entry of ``name``, else the first one whose texts are in ``chat_template``, else {}."""
+    """Return the entry of parser ``name``, else the first entry whose texts are in ``chat_template``, else {}."""
     for entry in _table()[kind]:
         suits = any(all(text in chat_template for text in texts) for texts in entry["recognized_by"])
         if (name in entry["names"]) if name else suits:

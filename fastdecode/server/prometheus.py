@@ -45,7 +45,7 @@ _HISTOGRAMS = {
 
 
 class Histogram:
-    """Counts of values per bucket, with upper bounds ``bounds``; the last bucket has none."""
+    """Counts observed values per bucket. ``bounds``: the buckets' upper bounds; one more bucket has no bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = np.array(bounds, float)
@@ -53,7 +53,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, values: Sequence[float]) -> None:
-        """Count the values."""
+        """Add each of ``values`` to its bucket and to the sum."""
         if values:
             found = np.asarray(values, float)
             self._counts += np.bincount(np.searchsorted(self._bounds, found), minlength=len(self._counts))
@@ -66,7 +66,7 @@ class Histogram:
 
 
 class Metrics:
-    """Metrics counted in the engine's thread after each step, and read by the event loop."""
+    """Prometheus metrics. The engine's thread updates them after each step; the event loop reads them."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -91,7 +91,7 @@ class Metrics:
     def after_step(
         self, state: EngineState, records: Sequence[StepRecord], outputs: Sequence[RequestOutput], prefix_caching: bool
     ) -> None:
-        """Count the steps since the last call."""
+        """Add the steps ``records`` and the ``outputs`` since the last call. ``state``: the engine's present state."""
         with self._lock:
             self._state = state
             for record in records:
@@ -124,7 +124,7 @@ class Metrics:
         self._observe("iteration_tokens_total", [record.num_tokens])
 
     def _forget_gone(self, state: EngineState) -> None:
-        """Drop the series of lost R-workers, which would otherwise accumulate."""
+        """Remove the time series of R-workers that ``state`` no longer has, which would otherwise accumulate."""
         present = {worker.name for worker in state.r_workers if worker.present}
         for seconds in (self._r_seconds, self._transfer_seconds):
             for name in seconds.keys() - present:
@@ -203,7 +203,7 @@ class Metrics:
         yield self._labelled("transfer_seconds", text, "r_worker", self._transfer_seconds)
 
     def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
-        """Yield the metrics of draft tokens, by vLLM's names."""
+        """Yield the metrics of draft tokens under vLLM's names."""
         yield self._counter("spec_decode_num_drafts", "Verifications of draft tokens", drafts.num_drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified", drafts.num_draft_tokens)
         accepted = drafts.num_accepted_tokens

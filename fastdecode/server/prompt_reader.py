@@ -1,4 +1,4 @@
-"""Prompts of requests for the engine: tokenized, rendered by the chat template, or refused."""
+"""Turns the prompts of API requests into token ids for the engine, or refuses them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest, TokenizeR
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Token ids, and the text that they were made from, if any."""
+    """A prompt's token ids, and the text that they were tokenized from, if any."""
 
     token_ids: list[int]
     text: str | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        """Return the prompt for ``LLMEngine.add_request``."""
+        """Return the prompt as the argument that ``LLMEngine.add_request`` takes."""
         return {"prompt": self.text, "prompt_token_ids": self.token_ids}
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Makes prompts for the model.
+    """Tokenizes the prompts of requests for the served model.
 
-    ``tokenizer``: None allows only token ids. ``template``: arguments for every rendering of a conversation. Any thread
+    ``tokenizer``: None allows only token ids. ``template``: chat template arguments of every conversation. Any thread
     may call its methods.
     """
 
@@ -43,7 +43,7 @@ class PromptReader:
         return [self._encode(prompt, request.add_special_tokens is not False) for prompt in prompts(request)]
 
     def check_room(self, request: CompletionRequest | ChatRequest, found: Sequence[PromptTokens]) -> None:
-        """Raise RequestError if the model has no room for the tokens that ``request`` wants after its prompts."""
+        """Raise RequestError if prompts ``found`` plus the new tokens of ``request`` exceed the model's length."""
         name = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
         wanted, longest = getattr(request, name), max(len(each.token_ids) for each in found)
         if wanted is not None and wanted > self.max_model_len - longest:
@@ -66,7 +66,7 @@ class PromptReader:
         return len(self._encode_chat(request.messages, **template_arguments(request)))
 
     def texts(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:
-        """Return the text of each prompt; "" without a tokenizer."""
+        """Return the text of each prompt in ``found``; "" without a tokenizer."""
         if self.tokenizer is None:
             return ("",) * len(found)
         decode = self.tokenizer.backend.decode

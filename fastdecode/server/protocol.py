@@ -27,14 +27,14 @@ Messages = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 
 
 class StreamOptions(msgspec.Struct):
-    """``include_usage``: a last chunk with the token counts. ``continuous_usage_stats``: the counts in every chunk."""
+    """``include_usage``: send the token counts in a last chunk. ``continuous_usage_stats``: in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SampledRequest(msgspec.Struct, kw_only=True):
-    """Fields that all requests for text share; None is the default."""
+    """Sampling fields that all requests for text share; None means the server's default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -86,7 +86,7 @@ SAMPLING = {*SampledRequest.__struct_fields__, "n", "max_tokens", "logprobs"} - 
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """``prompt``: text, token ids, or a list of either. ``logprobs``: how many per token."""
+    """A completion's body. ``prompt``: text, token ids, or a list of either. ``logprobs``: top tokens per position."""
 
     prompt: str | list[Any] | None = None
     echo: bool | None = None
@@ -94,7 +94,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """``messages`` are rendered by the model's chat template, with ``tools``. ``top_logprobs``: how many per token.
+    """A chat's body. The chat template renders ``messages`` and ``tools``. ``top_logprobs``: top tokens per position.
 
     ``tool_choice`` "required" or a named function forces calls. "auto" leaves the text free, and it may contain calls.
     """
@@ -140,9 +140,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
-    """Return the request in a parsed body, and the names of unknown fields.
+    """Return the parsed ``body`` as a request struct of type ``kind``, and the names of its unknown fields.
 
-    Raise RequestError for a field that is missing, has the wrong type, or is unsupported; the message names it.
+    Raise RequestError, naming the field, if a field is missing, has the wrong type, or is unsupported.
     """
     if not isinstance(body, dict):
         raise RequestError("body must be an object")
@@ -162,7 +162,7 @@ def read_body(body: Any, kind: type[Body]) -> tuple[Body, list[str]]:
 
 
 def prompts(request: CompletionRequest) -> list[Any]:
-    """Return the prompts of a completion: one, or each of a list of texts or lists of token ids."""
+    """Return the prompts of a completion, each a text or a list of token ids."""
     prompt = request.prompt
     several = isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt)
     found = list(prompt or ()) if several else [prompt]
@@ -172,7 +172,7 @@ def prompts(request: CompletionRequest) -> list[Any]:
 
 
 def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the request's parameters over ``defaults``. Raise RequestError or ConfigError for an invalid value."""
+    """Return ``defaults`` overridden by the request's fields. Raise RequestError or ConfigError for a bad value."""
     asked = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
     if isinstance(request, ChatRequest):
         asked = {"max_tokens": None, **defaults, **asked, **_chat_params(request)}
@@ -189,7 +189,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return the chat template's arguments besides the messages. Raise RequestError for an invalid one."""
+    """Return the request's chat template arguments except its messages. Raise RequestError for an invalid one."""
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}
@@ -213,14 +213,14 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
 
 
 def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
-    """Return the calls that a chat forces; None if it forces none. Raise RequestError for an invalid choice."""
+    """Return the tool calls that ``request`` forces; None if none. Raise RequestError for a bad ``tool_choice``."""
     if not isinstance(request, ChatRequest):
         return None
     return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
 
 
 def _chat_params(request: ChatRequest) -> dict[str, Any]:
-    """Return a chat's parameters: it has two fields for log-probabilities, and a newer name for ``max_tokens``."""
+    """Return SamplingParams fields whose names or meanings differ in a chat: log-probabilities and ``max_tokens``."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("logprobs must be true beside top_logprobs")
     found: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
@@ -230,7 +230,7 @@ def _chat_params(request: ChatRequest) -> dict[str, Any]:
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """Return the form of the text as SamplingParams; {} if it is free.
+    """Return the SamplingParams field that constrains the answer's text; {} for a free text.
 
     A ``response_format`` is about text, and so does not apply to calls.
     """
@@ -245,5 +245,5 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:
-    """Return the bias with integer keys, which JSON writes as text. SamplingParams refuse invalid ones."""
+    """Return the logit ``bias`` with integer token ids for JSON's text keys. SamplingParams refuse invalid keys."""
     return {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}

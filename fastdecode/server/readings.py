@@ -1,4 +1,4 @@
-"""How answers are read: the model's syntax, and what the answer of each request may contain."""
+"""Decides how to split each answer into content, reasoning and tool calls: by model and by request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.server.response_templates import NO_ANCHOR, AnswerSyntax, answer
 
 
 class Readings:
-    """Knows how the served model writes its answers. Any thread may use it."""
+    """Knows the syntax of the served model's answers: reasoning and tool calls. Any thread may use it."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Readings:
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
-        """``tokenizer``: None without one. ``chat_template``: None for the tokenizer's.
+        """``tokenizer``: None if the model has none. ``chat_template``: None for the tokenizer's own.
 
         Raise ConfigError for an unknown parser.
         """
@@ -39,7 +39,7 @@ class Readings:
         self._special_tokens: Mapping[str, int] = tokenizer.special_tokens
 
     def of(self, request: ChatRequest | CompletionRequest, prompts: Sequence[PromptTokens]) -> AnswerReading:
-        """Return how to read the answers of ``request``. Raise RequestError if it forces impossible calls."""
+        """Return the reading for answers to ``request``. Raise RequestError if it forces impossible tool calls."""
         if not isinstance(request, ChatRequest):
             return AnswerReading()
         forced, syntax = forced_calls_of(request), self._syntax_for(request)
@@ -57,7 +57,7 @@ class Readings:
         )
 
     def sampling_params(self, request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the request's parameters over ``defaults``, with the special tokens shown that reading needs."""
+        """Return ``defaults`` overridden by the request's fields, with the special tokens shown that reading needs."""
         syntax = self._syntax_for(request) if isinstance(request, ChatRequest) else None
         if syntax and isinstance(request, ChatRequest):
             markers = (syntax.with_calls if _may_call(request) else syntax.without).markers
@@ -69,9 +69,9 @@ class Readings:
         return self._syntax.for_request(_may_call(request)) if self._syntax else None
 
     def _end(self, token_ids: Sequence[int], has_begun: Any) -> str:
-        """Return the end of the prompt with the beginning of the answer; all of it if that is further back."""
+        """Return the text of the prompt's last tokens if ``has_begun`` accepts it, else the whole prompt's text."""
         decode = self._tokenizer.backend.decode
-        # The end of a prompt in which the beginning of the answer is looked for first
+        # Last tokens of a prompt that are searched first for the header of the answer
         near_tokens = 64
         near: str = decode(list(token_ids[-near_tokens:]), skip_special_tokens=False)
         if has_begun(near) or len(token_ids) <= near_tokens:

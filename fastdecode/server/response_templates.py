@@ -1,4 +1,4 @@
-"""The response template that reads a model's answers: the tokenizer's, or the table's for its chat template."""
+"""Chooses the response template that parses a model's answers: the tokenizer's own, or one of the table."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fastdecode.server.parser_table import OF_TOKENIZER, check_parser_names, ent
 from fastdecode.sworker.sampling.answer_parser import AnswerTemplate, has_parser
 
 NO_ANCHOR = "\0"
-"""Stands for the beginning of an answer if a chat template writes none."""
+"""Stands for the header of an answer if the chat template writes none."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How a model writes its answers. ``with_calls``: if tools are offered; ``without``: possible calls are text.
+    """How a model writes answers. ``with_calls``: its syntax if tools are offered; ``without``: if calls are text.
 
-    ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: of the ids of
+    ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: length of ids of
     calls, for chat templates that need a length; 0 for any.
     """
 
@@ -31,7 +31,7 @@ class AnswerSyntax:
     id_length: int = 0
 
     def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
-        """Return itself; None if a text for such a request can only be content."""
+        """Return this syntax; None if an answer to such a request can only be content."""
         return None if self.without.is_plain and not offers_tools else self
 
     def is_told(self, prompt: str) -> bool:
@@ -47,10 +47,10 @@ def answer_syntax(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> AnswerSyntax | None:
-    """Return the syntax of a model with ``chat_template``. Without the parser, log that and return None.
+    """Return the syntax of a model with ``chat_template``. If transformers lacks the parser, log that and return None.
 
-    ``header``: what the template writes at the beginning of an answer. ``own``: the tokenizer's response template,
-    which precedes the table unless a name was given. Raise ConfigError for an unknown name, or an invalid template.
+    ``header``: text that the chat template writes before an answer. ``own``: the tokenizer's response template,
+    used before the table's unless a parser is named. Raise ConfigError for an unknown name or an invalid template.
     """
     if not has_parser():
         logger.warning(
@@ -76,7 +76,7 @@ def answer_syntax(
 
 
 def _before_thoughts(header: str, thoughts: Mapping[str, Any]) -> str:
-    """Return ``header`` up to the reasoning that it opens or closes."""
+    """Return ``header`` up to its first mark of ``thoughts``, the syntax of reasoning."""
     field = thoughts.get("fields", {}).get("reasoning_content", {})
     given = [field.get(name, []) for name in ("open", "close")]
     marks = [mark for each in given for mark in ([each] if isinstance(each, str) else each)]

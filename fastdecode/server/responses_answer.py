@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """How the answer of one request looks: its body, its ``params``, and ``reading``, how its text is read."""
+    """The form of one request's answer: the request's body and ``params``, and ``reading``, which splits the text."""
 
     request: ResponsesRequest
     params: SamplingParams
@@ -35,11 +35,11 @@ class ResponseForm:
 
     @property
     def id(self) -> str:
-        """The id, with the prefix that OpenAI uses."""
+        """The answer's id with OpenAI's prefix "resp_"."""
         return f"resp_{self.answer_id}"
 
     def response(self, status: str, items: Sequence[Event] = (), **more: Any) -> dict[str, Any]:
-        """Return the response object. ``items``: its output. ``more``: keys that replace those set here."""
+        """Return OpenAI's response object. ``items``: its output items. ``more``: keys that replace those set here."""
         asked = self.request
         return {
             "id": self.id,
@@ -70,7 +70,7 @@ class ResponseForm:
 
 
 def whole_response(form: ResponseForm, output: RequestOutput) -> dict[str, Any]:
-    """Return the response of a finished request, with which a stream ends."""
+    """Return the response object of a finished request; it is also in the last event of a stream."""
     growing = GrowingResponse(form)
     *_, last = (*growing.begin(), *growing.grow(output.outputs[0]), *growing.end(output))
     response: dict[str, Any] = last["response"]
@@ -119,16 +119,16 @@ class GrowingResponse:
         self._num_tokens = 0
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events before any text."""
+        """Yield the events before the first token."""
         yield self._event("response.created", response=self._form.response("in_progress"))
         yield self._event("response.in_progress", response=self._form.response("in_progress"))
         if self._form.reading.is_plain:
             yield from self._begin_message()
 
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
-        """Yield the new events of text and calls.
+        """Yield events for the new text and tool calls in ``completion``.
 
-        They come token by token, so that a stream that is read again has the same events, even if outputs come in other
+        Each token has its own events. So a stream that is read again has the same events, even if outputs come in other
         pieces.
         """
         for count in range(self._num_grown + 1, len(completion.tokens)):
@@ -150,7 +150,7 @@ class GrowingResponse:
                 yield from self._call_events(piece, completion)
 
     def end(self, output: RequestOutput) -> Iterator[Event]:
-        """Yield the events after the last output."""
+        """Yield the events that end the stream. ``output``: the last output of the request."""
         (completion,) = output.outputs
         if not self._items and not self._form.reading.forced:
             yield from self._begin_message()
@@ -160,17 +160,17 @@ class GrowingResponse:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, message: str, code: str) -> Event:
-        """Return the last event of a stream that fails."""
+        """Return the event that ends a failed stream."""
         return self._event("error", message=message, code=code, param=None)
 
     def _begin_message(self) -> Generator[Event, None, Event]:
         return (yield from self._begin_part("message", _text_part("", []), role="assistant"))
 
     def _begin_part(self, kind: str, part: Event, **told: Any) -> Generator[Event, None, Event]:
-        """Begin an item whose only part grows."""
+        """Yield the events that begin an item of ``kind`` with one growing ``part``. Return the item."""
         yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
-        # What the ids of items begin with
+        # Prefixes of the ids of items
         prefixes = {"message": "msg", "reasoning": "rs"}
         item = {"id": f"{prefixes[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
         self._items.append({**item, "status": "in_progress", "content": []})
@@ -180,7 +180,7 @@ class GrowingResponse:
         return part
 
     def _grow_message(self, text: str, completion: CompletionOutput) -> Iterator[Event]:
-        """Grow the message. Log-probabilities and sources are those of all tokens since the last event."""
+        """Yield events that add ``text`` to the message, with log-probabilities and sources of all new tokens."""
         asked = completion.all_logprobs is not None
         logprobs = self._form.logprobs.of_chat(completion, self._num_tokens) if asked else []
         sources = self._form.sources.beside(completion, self._num_tokens)
@@ -195,7 +195,7 @@ class GrowingResponse:
         yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs, **sources)
 
     def _grow_thoughts(self, thought: Thought, completion: CompletionOutput) -> Iterator[Event]:
-        """Grow the reasoning. Separate blocks are separate items."""
+        """Yield the events that add ``thought`` to the reasoning. Each block of reasoning is an item of its own."""
         self._num_tokens = len(completion.tokens)
         part = None if thought.first else self._growing("reasoning")
         if part is None:
@@ -204,11 +204,11 @@ class GrowingResponse:
         yield self._part_event("response.reasoning_text.delta", delta=thought.text)
 
     def _growing(self, kind: str) -> Event | None:
-        """Return the unfinished part of the item of that kind; None if there is none."""
+        """Return the event that describes the growing part if its item is of ``kind``; else None."""
         return self._part if self._part is not None and self._items[-1]["type"] == kind else None
 
     def _end_part(self, status: str) -> Iterator[Event]:
-        """End the growing part, if there is one."""
+        """Yield the events that end the growing item with ``status``; none if no item is growing."""
         part, self._part = self._part, None
         if part is None:
             return

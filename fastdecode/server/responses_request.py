@@ -17,11 +17,11 @@ RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 
 SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
-"""Fields with the same name in a chat: OpenAI's, and vLLM's additional ones."""
+"""Fields of OpenAI or vLLM that a ChatRequest has under the same name."""
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the text; for "json_schema", the ``schema``. ``strict``: as in a chat."""
+    """The format of the answer's text. ``schema``: of type "json_schema". ``strict``: as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -70,7 +70,7 @@ class ResponsesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """Return the chat whose answer is the response, with ``messages`` after its instructions.
+    """Return ``request`` as a chat request: its instructions, then ``messages``.
 
     Raise RequestError for unsupported or invalid values.
     """
@@ -88,7 +88,7 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one system message of the instructions and the input's first system message."""
+    """Return ``messages`` with the instructions prepended to their first system message, or as a new one."""
     if instructions is None:
         return messages
     is_system = bool(messages) and messages[0]["role"] == "system"
@@ -97,7 +97,7 @@ def _with_instructions(instructions: str | None, messages: list[dict[str, Any]])
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    # What ``include`` may name: OpenAI's. All but LOGPROBS tell more of items that no answer here has.
+    # OpenAI's values of ``include``. All but LOGPROBS ask for details of items that no answer here has.
     includes = frozenset({
         LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
         "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
@@ -123,7 +123,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Calls belong to the assistant's message before them, as chat templates expect."""
+    """Return the input ``given`` as chat messages. Tool calls join the assistant's message before them."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
@@ -170,11 +170,11 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> None:
-    """Check reasoning that a client sends back. Templates omit that of earlier turns."""
+    """Ignore a reasoning ``item`` that a client sends back: templates omit reasoning of earlier turns."""
 
 
 def _text(content: Any) -> str:
-    """Return the text of parts, each on its own lines."""
+    """Return ``content`` as one text; each of several parts starts a new line."""
     if isinstance(content, str):
         return content
     texts = [_part_text(part) for part in content] if isinstance(content, list) else [None]
@@ -206,7 +206,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a chat's tool choice. A response names the function beside the type, a chat within it."""
+    """Return ``choice`` in a chat's form, which has the function's name in "function", not next to "type"."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

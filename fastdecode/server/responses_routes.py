@@ -21,7 +21,7 @@ from fastdecode.server.streams import ResponsesResponse, json_response
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
-    """Add the routes to ``app``."""
+    """Add the routes of the Responses API to ``app``."""
 
     @app.post(RESPONSES, openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
@@ -36,7 +36,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES)
     async def rest(request: Request) -> Response:
-        """Return the rest of a stream after an event."""
+        """Return the rest of a stream after the event that the Last-Event-ID header names."""
         last = request.headers.get(LAST_EVENT_ID)
         if last is None:
             raise ApiError(400, "a GET resumes a stream: send Last-Event-ID, or ask for a response by its id")
@@ -44,7 +44,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.get(RESPONSES + "/{response_id}")
     async def response(request: Request, response_id: str) -> Response:
-        """Return a stored response; with stream=true its events after number starting_after."""
+        """Return a stored response; with ?stream=true its events after the event number ?starting_after."""
         found = await service.archive.response(response_id)
         asked = request.query_params
         if asked.get("stream", "false").lower() in ("true", "1"):
@@ -53,7 +53,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
     @app.delete(RESPONSES + "/{response_id}")
     async def delete(response_id: str) -> Response:
-        """Forget a stored response."""
+        """Delete a stored response."""
         found = await service.archive.response(response_id)
         service.archive.delete(found)
         return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -80,7 +80,7 @@ def _number(name: str, text: str) -> int:
 
 
 def response_of(request: ApiRequest) -> dict[str, Any]:
-    """Return the present response object."""
+    """Return the response object of ``request`` as it is now, finished or not."""
     form, exchange = cast(ResponseForm, request.form), request.exchange
     error = exchange.error
     try:

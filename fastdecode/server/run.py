@@ -1,4 +1,4 @@
-"""The server's process: start, serve, and orderly end."""
+"""Runs the server's process: starts it, serves, and drains it at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_WORDS_SECONDS = 2.0
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
-    """Serve until told to end.
+    """Serve until a signal or a failed engine ends the server; return the exit status.
 
     Return 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed; raise what prevents the start.
     """
@@ -58,8 +58,8 @@ class _Server(uvicorn.Server):
     """uvicorn's server with an orderly end: accepted requests may finish, and new ones get 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
-        # How long an idle connection stays open: longer than clients keep theirs (httpx 5 s, aiohttp 15, nginx 60),
-        # since a request that is sent in the moment in which the server closes is lost
+        # Seconds that an idle connection stays open: more than clients keep theirs (httpx 5, aiohttp 15, nginx 60),
+        # since a request is lost if the server closes the connection while the client sends it
         keep_alive_seconds = 75
         super().__init__(
             uvicorn.Config(
@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         self._status = 0
 
     def run_on(self, listener: socket.socket) -> int:
-        """Serve; return the exit status."""
+        """Serve clients of the socket ``listener`` until the end; return the process's exit status."""
         backlog = 4096
         listener.listen(backlog)
         self.run([listener])
@@ -147,13 +147,13 @@ class _Server(uvicorn.Server):
 
 
 def _clients_certificates(settings: ServerSettings) -> dict[str, Any]:
-    """Return uvicorn's settings for client certificates and ciphers; {} if none are given."""
+    """Return uvicorn's arguments for client certificates and ciphers; {} if ``settings`` have none."""
     ciphers = {"ssl_ciphers": settings.ssl_ciphers} if settings.ssl_ciphers else {}
     return {"ssl_ca_certs": settings.ssl_ca_certs, "ssl_cert_reqs": settings.ssl_cert_reqs, **ciphers}
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
-    """Return a bound socket, before anything is loaded, so that a used port is reported at once. Raise ConfigError."""
+    """Return a bound socket. Raise ConfigError if the port is in use; this runs before the model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -167,7 +167,7 @@ def _listen(settings: ServerSettings) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files, since every client needs one."""
+    """Raise this process's limit of open files, since every client's connection counts as one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""References in JSON schemas, rewritten as JSON pointers from the root of the surrounding document."""
+"""Rewrites references in JSON schemas as JSON pointers from the root of the document that contains the schema."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MOST_HOPS = 16
 
 
 def localized(schema: Schema, at: str = "#") -> dict[str, Any]:
-    """Return ``schema`` as it is at the pointer ``at`` of another document.
+    """Return a copy of ``schema`` whose references work after it is inserted at JSON pointer ``at`` of a document.
 
-    References to the schema, its parts, its ``$id`` and its anchors keep their targets. Any other reference stays as it
+    References to the schema, its parts, its ``$id`` and its anchors are rewritten. Any other reference stays as it
     is, and the grammar refuses it. Raise RequestError for a schema that is nested too deeply.
     """
     places = _places(schema)
@@ -49,14 +49,14 @@ def _places(schema: Schema) -> _Places:
 
 
 class _Places:
-    """The named parts of a schema and their places."""
+    """Maps each name that references may use in a schema (``$id``, anchors) to a JSON pointer."""
 
     def __init__(self, schema: Schema) -> None:
         self._pointers: dict[str, str] = {"": ""}
         self._collect(schema, "", "")
 
     def find(self, reference: Any, base: str) -> str | None:
-        """Return the pointer, without "#", of the target of ``reference``; None if it is not in the schema."""
+        """Return the JSON pointer, without "#", to which ``reference`` refers; None if that is outside the schema."""
         if not isinstance(reference, str):
             return None
         own = base.partition("#")[0] + reference if reference.startswith("#") else _joined(base, reference)
@@ -79,9 +79,9 @@ class _Places:
 
 
 def _mapped(node: Schema, change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Return ``node`` with ``change(schema, path)`` for each schema in it, where the path starts at ``node``."""
+    """Return ``node`` with each direct subschema replaced by ``change(subschema, path)``, ``path`` from ``node``."""
     found: dict[str, Any] = {}
-    # Keywords whose value holds a schema per name
+    # Keywords whose value maps names to schemas
     by_name = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
     # Keywords whose value holds no schema
     data = frozenset({"enum", "const", "default", "examples", "example"})
@@ -115,7 +115,7 @@ def _step(name: str) -> str:
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools reduced to the types of their arguments, with references resolved, for parsers."""
+    """Return ``tools`` with schemas that only say each argument's types, references resolved, for answer parsers."""
     found = []
     for tool in tools:
         function = tool.get("function")
@@ -130,7 +130,7 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _types(schema: Any, whole: Schema, hops: int = 0) -> list[str]:
-    """Return the type names that a value of ``schema`` may have; [] if it does not say."""
+    """Return the JSON type names that ``schema`` allows, [] if it names none. ``whole``: the schema it is part of."""
     if not _is_map(schema) or hops > _MOST_HOPS:
         return []
     schema = _followed(schema, whole)
@@ -149,7 +149,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _followed(schema: Schema, whole: Schema) -> Schema:
-    """Return the schema that ``schema`` refers to, or itself."""
+    """Return the schema that ``schema``'s ``$ref`` names in ``whole``; ``schema`` itself without such a reference."""
     for _ in range(_MOST_HOPS):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):

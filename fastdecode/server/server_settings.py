@@ -1,4 +1,4 @@
-"""The server's configuration: frozen, and validated when it is made."""
+"""The server's configuration: frozen, and validated when the object is made."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.server.parser_table import check_parser_names
 
 SERVER = "server"
-"""The group of the server's flags."""
+"""The name of the group of server flags in ``--help``."""
 
 MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One field per flag of ``fastdecode serve``, with underscores. A ConfigError names a bad field."""
+    """The settings of ``fastdecode serve``: one field per flag, with underscores. A ConfigError names a bad field."""
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine", SERVER)
     port: int = setting(8000, "0: any free one, which is printed", SERVER, least=0, most=65535)
@@ -128,7 +128,7 @@ class ServerSettings:
             raise ConfigError("ssl_ca_certs, ssl_cert_reqs, ssl_ciphers: give ssl_keyfile and ssl_certfile as well")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("ssl_cert_reqs: clients' certificates are checked by ssl_ca_certs: give it as well")
-        # Arguments of a chat template that have no default
+        # Chat template arguments that --default-chat-template-kwargs may not set
         reserved = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
                               "add_special_tokens", "continue_final_message"})  # fmt: skip
         if taken := sorted(reserved & self.default_chat_template_kwargs.keys()):
@@ -138,17 +138,17 @@ class ServerSettings:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys, of which a request must send one; empty if the server is open."""
+        """The API keys; a request must send one of them. Empty if the server needs no key."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """Return the names that clients may use for the model ``model``."""
+        """Return the names under which clients may request the served model, which was loaded as ``model``."""
         given = [self.served_model_name] if isinstance(self.served_model_name, str) else self.served_model_name
         names = (name.strip() for each in given for name in each.split(","))
         return tuple(dict.fromkeys(filter(None, names))) or (model,)
 
     def check_certificate(self) -> None:
-        """Raise ConfigError if TLS is requested and its files are not a matching key and certificate."""
+        """Raise ConfigError if TLS is on and its files are no matching private key and certificate."""
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             return
         for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
@@ -164,7 +164,7 @@ class ServerSettings:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
             self._check_clients_certificates(context)
-        except OSError as error:  # ssl.SSLError is one of these
+        except OSError as error:  # includes ssl.SSLError
             raise ConfigError(
                 f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
                 f"in PEM that belong together ({error.strerror or error})"
@@ -180,7 +180,7 @@ class ServerSettings:
                     raise ConfigError(f"{name}: {value!r} is not usable ({error.strerror or error})") from None
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return the chat template's arguments for every conversation, the template included.
+        """Return the arguments for rendering every conversation, among them the chat template itself, if one is set.
 
         Raise ConfigError as ``read_chat_template`` does.
         """
@@ -188,7 +188,7 @@ class ServerSettings:
         return self.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
 
     def read_chat_template(self) -> str | None:
-        """Return the template's text. Raise ConfigError if it is neither a file nor a template."""
+        """Return the text of ``--chat-template``; None if unset. Raise ConfigError if it is no file and no template."""
         given = self.chat_template
         if given is None or "{" in given:
             return given

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the acceptance of requests, and their execution."""
+"""The service behind all routes: accepts requests, runs them in the engine, and ends them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """The model and its engine for the routes; it belongs to the event loop."""
+    """The served model and its engine, for the routes. Only the event loop may call it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Service:
         engine_thread: EngineThread,
         tracer: RequestTracer | None = None,
     ) -> None:
-        """Start the engine, and wait until it is loaded. ``tracer``: is told of ended requests."""
+        """Start the engine, and wait until it is loaded. ``tracer``: receives every ended request."""
         self.settings = settings
         self.engine_thread = engine_thread
         self.observer = engine_thread.observer
@@ -87,23 +87,23 @@ class Service:
 
     @property
     def num_requests(self) -> int:
-        """Accepted API requests that have not ended, or whose clients still read."""
+        """The number of accepted API requests that have not ended, or whose clients still read."""
         return max(len(self._exchanges), self.keeper.num_read if self.keeper else 0)
 
     def check_open(self) -> None:
         """Raise ApiError 503 unless requests are accepted.
 
-        None is while the engine is dead, the server is ending, or the queue is full.
+        The server refuses requests while the engine is dead, the server is ending, or the queue is full.
         """
         self.check_alive()
         if self._num_sequences >= self._most_sequences:
             raise ApiError(503, f"{self._num_sequences} sequences run or wait: the queue is full", "overloaded_error")
 
     async def accept(self, asked: Asked, num_bytes: int, headers: Mapping[str, str]) -> ApiRequest:
-        """Read a request and queue it; ``leave`` must be called for it.
+        """Check the request ``asked``, queue it for the engine, and return it. The caller must call ``leave`` for it.
 
-        ``num_bytes``: of its body. ``headers``: may name its trace, and where requests are kept also the request; the
-        same request under the same name is the one that already runs. Raise ApiError, RequestError or ConfigError.
+        ``num_bytes``: size of its body. ``headers``: may name its trace and, if requests are kept, the request itself.
+        A second equal request of that name gets the running one. Raise ApiError, RequestError or ConfigError.
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
@@ -118,14 +118,14 @@ class Service:
         self._num_sequences += num_sequences
         try:
             found = await self.off_loop(num_bytes, self.model.reader.read, chat)
-            if chat is asked:  # the most tokens of a response are a bound
+            if chat is asked:  # in other APIs the token limit is only a bound, and may exceed the room
                 self.model.reader.check_room(chat, found)
             await self._prepare(params)
         except BaseException:
             self._num_sequences -= num_sequences
             self.trim_when_idle()
             raise
-        if known := self.archive.known(name, asked):  # it came twice, and the other one was faster
+        if known := self.archive.known(name, asked):  # the same request arrived twice, and the other was queued first
             self._num_sequences -= num_sequences
             return known
         exchange = Exchange(name or new_id(), found, params, arrival_seconds)
@@ -137,7 +137,7 @@ class Service:
         return request
 
     def restore(self) -> None:
-        """Restart the previous server's unfinished requests."""
+        """Queue the unfinished requests that the previous server left in the store."""
         for kept in self.keeper.unfinished() if self.keeper else ():
             try:
                 request = self._remake(kept)
@@ -151,7 +151,7 @@ class Service:
                 self.keeper.left(request)
 
     def leave(self, request: ApiRequest, reading: Reading) -> None:
-        """End the reading of a client that is answered or gone. Unless requests are kept, the rest is aborted."""
+        """End ``reading``, whose client is answered or gone. Unless requests are kept, abort what still runs."""
         request.exchange.close(reading)
         if self.keeper:
             self.keeper.left(request)
@@ -161,7 +161,7 @@ class Service:
         self.end(request.exchange)
 
     def end(self, exchange: Exchange) -> None:
-        """Abort what is left of the exchange."""
+        """Abort what still runs of ``exchange``, and send its trace."""
         if exchange in self._exchanges:
             context = self._exchanges.pop(exchange)
             self._num_sequences -= exchange.num_sequences
@@ -171,10 +171,10 @@ class Service:
                 self._tracer.ended(exchange, context)
 
     def trim_when_idle(self) -> None:
-        """Return memory of a burst or a long text to the system, once nothing has come for a while."""
+        """Return free memory to the operating system once no request has come for a while."""
         if self._trim:
             self._trim.cancel()
-        # After which free memory goes back to the system
+        # Seconds without requests after which free memory goes back to the system
         idle_seconds = 2.0
         self._trim = asyncio.get_running_loop().call_later(idle_seconds, self._trim_unless_busy)
 
@@ -186,27 +186,27 @@ class Service:
             raise ApiError(503, "the server is shutting down", "server_error")
 
     def fail_all(self) -> None:
-        """Abort every request, since the server ends."""
+        """Fail every request with ShutdownError, since the server ends."""
         for exchange in list(self._exchanges):
             exchange.fail(ShutdownError("the server was shut down before the answer was complete"))
 
     def close(self) -> None:
-        """Stop writing."""
+        """Close the keeper, since the server ends: it starts no further writes."""
         if self.keeper:
             self.keeper.close()
 
     async def off_loop(self, num_bytes: int, function: Any, *args: Any) -> Any:
-        """Call a slow function (templates, tokenizers) in another thread.
+        """Call the slow ``function`` (a template or tokenizer) in another thread, and return its result.
 
-        Large bodies take turns in a separate thread, so that small ones need not wait for them.
+        Requests with large bodies (``num_bytes``) share one thread, so that small ones need not wait for them.
         """
         lane = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._short_texts
         return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
-        """Prepare structured outputs before a request needs them, if their library is installed.
+        """Read the vocabulary for structured outputs before a request needs it, if their library is installed.
 
-        Reading the vocabulary holds up all threads, and so all streams.
+        This holds up all threads, and so all streams.
         """
         if self._grammars:
             self._compiling.submit(_read_vocabulary, self._grammars)
@@ -217,7 +217,7 @@ class Service:
             logger.info("idle: returning free memory to the system")
 
     def _count(self, request: CompletionRequest | ChatRequest) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters, and the number of sequences."""
+        """Return the sampling parameters of ``request``, and how many sequences the engine runs for it."""
         params = self.model.readings.sampling_params(request, self.model.generation_defaults)
         return params, params.n * (1 if isinstance(request, ChatRequest) else len(prompts(request)))
 
@@ -240,7 +240,7 @@ class Service:
         )  # fmt: skip
 
     def _remake(self, kept: KeptRequest) -> ApiRequest:
-        """Return the stored request, with its outputs if it has ended; it is not in the engine."""
+        """Return the stored request ``kept`` as an ApiRequest, with outputs if it has ended. It is not queued yet."""
         asked: Asked = msgspec.convert(kept.body, KINDS[kept.route])
         chat = chat_meant(asked, kept.messages)
         found = [PromptTokens(*each) for each in kept.prompts]
@@ -253,7 +253,7 @@ class Service:
         return ApiRequest(asked, exchange, self._form(asked, chat, exchange, kept.created), kept.messages)
 
     async def _prepare(self, params: SamplingParams) -> None:
-        """Compile the request's grammar here, since all streams would wait if the engine did."""
+        """Compile the grammar of ``params`` in this thread, since all streams would wait if the engine compiled it."""
         if params.structured_outputs and self._grammars:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)
@@ -262,14 +262,14 @@ class Service:
 def _read_vocabulary(grammars: Grammars) -> None:
     try:
         grammars.read_vocabulary()
-    except (RequestError, ConfigError) as error:  # each request that needs it reports the error
+    except (RequestError, ConfigError) as error:  # requests that need the vocabulary report the error
         logger.debug("no structured outputs: %s", error)
 
 
 def check_finished(outputs: Sequence[RequestOutput | None]) -> list[RequestOutput]:
-    """Return the outputs of a finished exchange.
+    """Return the outputs of a finished exchange after checking that none has failed.
 
-    Raise ApiError 500 if the model failed, 400 if the request left no token.
+    Raise ApiError 500 if the model failed, 400 if the request allowed no further token.
     """
     found = [output for output in outputs if output is not None]
     for each in (each for output in found for each in output.outputs if each.finish_reason == "error"):

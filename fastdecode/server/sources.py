@@ -1,4 +1,4 @@
-"""Attention sources as clients read them: with the place in the prompt that each block covers."""
+"""Attention sources as clients read them: each block with the message and the characters that it covers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastdecode.server.protocol import ChatRequest, CompletionRequest
 
 @dataclass(frozen=True)
 class PromptPlaces:
-    """One prompt as text: the first character of each of its tokens, and the messages in it.
+    """Finds which characters and which message of one prompt a block of tokens covers.
 
-    ``text``: as the client gave it, before special tokens came to it; None where the tokens' own text is all there is.
-    ``messages``: texts of a conversation in order, or of its parts.
+    ``text``: the client's text, before special tokens were added; None if the client sent token ids.
+    ``messages``: the texts of each message of a conversation, in order.
     """
 
     tokenizer: Tokenizer
@@ -32,10 +32,10 @@ class PromptPlaces:
 
     @cached_property
     def _spelled(self) -> tuple[str, np.ndarray]:
-        """The text, and the characters before each token and behind the last one, int64 [num_tokens + 1]."""
+        """The prompt's text; and each token's first character, then the text's length: int64 [num_tokens + 1]."""
         spell = {each: self.tokenizer.token_bytes(each) for each in set(self.token_ids)}
         spelling = b"".join(spell[each] for each in self.token_ids)
-        begins = (np.frombuffer(spelling, np.uint8) & 0xC0) != 0x80  # of a character in UTF-8
+        begins = (np.frombuffer(spelling, np.uint8) & 0xC0) != 0x80  # True at the first byte of a UTF-8 character
         characters = np.concatenate([[0], np.cumsum(begins)])
         ends = np.cumsum([0, *(len(spell[each]) for each in self.token_ids)])
         spelled = spelling.decode(errors="replace")
@@ -44,7 +44,7 @@ class PromptPlaces:
 
     @cached_property
     def _extents(self) -> list[tuple[int, int]]:
-        """The characters of each message, first and one past the last; (0, 0) of one that is not in the text."""
+        """Each message's character range (start, end) in the text; (0, 0) for a message that is not in the text."""
         text, start, found = self._spelled[0], 0, []
         for parts in self.messages:
             places = []
@@ -56,7 +56,7 @@ class PromptPlaces:
         return found
 
     def of(self, source: AttentionSource) -> dict[str, Any]:
-        """Return the message and the characters that a block covers, of what lies in the prompt; else None."""
+        """Return the message index and character range that block ``source`` covers; None for both after the prompt."""
         if source.first >= len(self.token_ids):
             return {"message": None, "characters": None}
         places = self._spelled[1]
@@ -68,13 +68,13 @@ class PromptPlaces:
 
 @dataclass(frozen=True)
 class SourceForm:
-    """Tells attention sources: ``prompts``: each prompt's text, None without one; ``num_samples`` per prompt."""
+    """The form of attention sources in an answer. ``prompts``: one per prompt; ``num_samples``: choices per prompt."""
 
     prompts: tuple[PromptPlaces | None, ...] = (None,)
     num_samples: int = 1
 
     def of(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> list[Any] | None:
-        """Return the reported sources of each token of a choice from ``start`` on; None if they were not asked for."""
+        """Return the sources of each token of ``choice`` from number ``start`` on; None if not requested."""
         if completion.all_sources is None:
             return None
         prompt = self.prompts[min(choice // self.num_samples, len(self.prompts) - 1)]
@@ -84,7 +84,7 @@ class SourceForm:
         ]
 
     def beside(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> dict[str, Any]:
-        """Return the same as a dict with its field name; {} if they were not asked for."""
+        """Return the result of ``of`` as a dict under its field's name; {} if sources were not requested."""
         found = self.of(completion, start, choice)
         return {} if found is None else {"attention_sources": found}
 
@@ -95,7 +95,7 @@ def source_form(
     prompts: Sequence[PromptTokens],
     params: SamplingParams,
 ) -> SourceForm:
-    """Return the form of the attention sources that ``params`` ask for. ``prompts``: the prompts of ``chat``."""
+    """Return the form of the attention sources that ``params`` request. ``prompts``: the tokenized ``chat``."""
     if not params.attention_sources or tokenizer is None:
         return SourceForm(num_samples=params.n)
     messages = tuple(map(_texts, chat.messages)) if isinstance(chat, ChatRequest) else ()
@@ -109,7 +109,7 @@ def _told(prompt: PromptPlaces | None, source: AttentionSource) -> dict[str, Any
 
 
 def _texts(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of a message's content."""
+    """Return the texts in the content of ``message``."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = (each.get("text") if isinstance(each, dict) else each for each in parts)

@@ -1,4 +1,4 @@
-"""The answers of a standby server until it has its session: 503, also to readiness probes."""
+"""Answers 503 to all requests, also readiness probes, while a standby server waits for its session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdecode.server.errors import RETRY_SECONDS
 from fastdecode.server.server_settings import ServerSettings
 
 CLIENT_SECONDS = 5.0
-"""A connection is closed after so many seconds."""
+"""Seconds after which the standby closes a connection."""
 
 MOST_CLIENTS = 64
 """Most concurrent connections; further ones are closed."""
@@ -25,7 +25,7 @@ MOST_CLIENTS = 64
 
 @contextlib.contextmanager
 def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[None]:
-    """Answer at ``listener`` within the context that another server serves, if ``settings`` ask for a standby.
+    """Within the context, answer 503 at the socket ``listener``, if ``settings`` make this server a standby.
 
     Afterwards ``listener`` is unchanged, and new clients wait.
     """
@@ -46,7 +46,7 @@ def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[
 
 
 def url_of(listener: socket.socket, settings: ServerSettings) -> str:
-    """Return the URL at which clients reach it."""
+    """Return the URL at which clients reach the socket ``listener``."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -81,7 +81,7 @@ class _Door(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that leave."""
+        """Ignore errors of clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -30,7 +30,7 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Answers ``request``, whole or as a stream; subclasses define the form. ``last``: the end of every stream."""
+    """Sends the answer to ``request``, whole or as a stream; subclasses set the form. ``last``: ends each stream."""
 
     last = b""
 
@@ -43,7 +43,7 @@ class GenerationResponse(Response):
         self._is_kept = service.keeper is not None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the answer of the finished exchange."""
+        """Return the body of the answer. ``outputs``: the final outputs of the finished exchange."""
         raise NotImplementedError
 
     def events(self) -> AsyncIterator[bytes]:
@@ -51,11 +51,11 @@ class GenerationResponse(Response):
         raise NotImplementedError
 
     def failure(self, status: int, body: dict[str, Any]) -> bytes:
-        """Return the last event of a stream that fails. ``body`` has OpenAI's error shape."""
+        """Return the event that ends a failed stream, as bytes. ``body``: the error in OpenAI's shape."""
         raise NotImplementedError
 
     def refusal(self, error: Exception) -> Response:
-        """Return the answer for ``error`` if nothing was sent yet."""
+        """Return the HTTP response for ``error``, for use before anything was sent."""
         return error_response(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class GenerationResponse(Response):
             self._service.leave(self._request, self._reading)
 
     async def _watch(self, receive: Receive) -> None:
-        """Tell the exchange as soon as its client is gone."""
+        """Wait until the client disconnects, then fail its reading of the exchange."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._reading.fail(DisconnectedError("the client is gone"))
@@ -108,7 +108,7 @@ class GenerationResponse(Response):
                 await response({"type": "http"}, _nothing, send)
                 return
             if self._is_kept and isinstance(error, ShutdownError | EngineDeadError):
-                return  # break the connection, since the next server continues the stream
+                return  # return without an end: that breaks the connection, and the next server continues the stream
             await send({"type": "http.response.body", "body": self.failure(*error_answer(error)), "more_body": True})
         if not started:
             await send(begin)
@@ -116,12 +116,12 @@ class GenerationResponse(Response):
 
 
 class TextResponse(GenerationResponse):
-    """The answer of a completion or a chat. A stream may continue ``after`` a place named by ``TextStreamPlace``."""
+    """Sends a completion's or chat's answer. A stream may continue ``after`` a place that ``TextStreamPlace`` names."""
 
     last = b"data: [DONE]\n\n"
 
     def __init__(self, service: Service, request: ApiRequest, after: str | None = None) -> None:
-        """Raise RequestError for an invalid place."""
+        """Raise RequestError if ``after`` names no place in this request's stream."""
         asked = cast(GenerationRequest, request.asked)
         self._form = cast(AnswerForm, request.form)
         self._options = asked.stream_options or StreamOptions()
@@ -132,12 +132,12 @@ class TextResponse(GenerationResponse):
         return whole_answer(self._form, outputs)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield a chunk for all that arrived at once, each choice's first chunk first."""
+        """Yield a chunk per choice for each batch of new tokens, after each choice's first chunk."""
         form, exchange, place = self._form, self._request.exchange, self._place
         count = exchange.params.n
         news = await self._reading.news()
         if form.echoes:
-            while not all(exchange.outputs):  # what is sent of each prompt
+            while not all(exchange.outputs):  # each prompt's latest output
                 news |= await self._reading.news()
         for index, choice in enumerate(place.choices):
             output = exchange.outputs[index // count] or next(iter(news.values()))
@@ -178,14 +178,14 @@ class TextResponse(GenerationResponse):
 
 
 class TextStreamPlace:
-    """A client's place in a stream of ``choices``. Its ``name`` is what Last-Event-ID brings back.
+    """How much of a stream of ``choices`` a client has. Its ``name`` is the event id that Last-Event-ID repeats.
 
-    The name is "all" after the token counts. Otherwise it has, for each choice, separated by commas, the tokens sent of
-    it, with a "." once it has ended; "-" before its first chunk.
+    The name is "all" after the token counts. Otherwise it has, for each choice, separated by commas, the tokens sent
+    for it, with a "." once the choice has ended; "-" before the choice's first chunk.
     """
 
     def __init__(self, form: AnswerForm, num_choices: int, name: str | None = None) -> None:
-        """Raise RequestError if ``name`` is no place in such a stream."""
+        """Raise RequestError if ``name`` is no valid place in a stream of ``num_choices`` choices."""
         self.choices = [GrowingChoice(form, index) for index in range(num_choices)]
         self.told_usage = name == "all"
         states = [] if name is None else ["0."] * num_choices if self.told_usage else name.split(",")
@@ -197,7 +197,7 @@ class TextStreamPlace:
 
     @property
     def name(self) -> str:
-        """The name of the present place."""
+        """The name of this place, as an event id."""
         if self.told_usage:
             return "all"
         return ",".join(f"{each.num_tokens}{'.' * each.finished}" if each.begun else "-" for each in self.choices)
@@ -207,7 +207,7 @@ _STATE = re.compile(r"-|[0-9]{1,9}\.?")
 
 
 class ResponsesResponse(GenerationResponse):
-    """An answer of the Responses API, whose events have types. ``after``: the number of the last known event."""
+    """Sends an answer of the Responses API as typed events. ``after``: number of the last event that the client has."""
 
     def __init__(self, service: Service, request: ApiRequest, stream: bool, after: int = -1) -> None:
         self._form = cast(ResponseForm, request.form)
@@ -234,7 +234,7 @@ class ResponsesResponse(GenerationResponse):
         return self._new([self._growing.error(body["error"]["message"], str(body["error"]["code"]))])
 
     def _new(self, events: Iterable[dict[str, Any]]) -> bytes:
-        """Return the events that the client has not seen."""
+        """Return, as bytes, those of ``events`` that the client does not have yet."""
         new = (event for event in events if event["sequence_number"] > self._after)
         return b"".join(
             _event(event, f"{self._form.id}:{event['sequence_number']}" if self._is_kept else None, event["type"])
@@ -243,24 +243,24 @@ class ResponsesResponse(GenerationResponse):
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return ``content`` as JSON."""
+    """Return an HTTP response with ``content`` as its JSON body."""
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body of an answer in OpenAI's error shape."""
+    """Return the HTTP status, and the body in OpenAI's error shape, that tell ``error`` to a client."""
     found = api_error(error)
     return found.status, error_body(str(found), found.kind, found.status, found.param)
 
 
 def error_response(error: Exception) -> Response:
-    """Return the same as a response."""
+    """Return the HTTP response that tells ``error`` to a client, in OpenAI's error shape."""
     status, body = error_answer(error)
     return json_response(body, status, error.headers if isinstance(error, ApiError) else None)
 
 
 def _event(content: dict[str, Any], event_id: str | None = None, kind: str | None = None) -> bytes:
-    """Return a server-sent event."""
+    """Return one server-sent event as bytes. ``content``: its data; ``kind``: its event type, if any."""
     head = f"id: {event_id}\n" if event_id else ""
     head += f"event: {kind}\n" if kind else ""
     return head.encode() + b"data: " + msgspec.json.encode(content) + b"\n\n"

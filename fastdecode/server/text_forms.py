@@ -1,4 +1,4 @@
-"""The form of an answer's text, as OpenAI's and vLLM's requests specify it."""
+"""Constraints on an answer's text (JSON, schema, regex and so on), as OpenAI's and vLLM's requests specify them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdecode.core.errors import RequestError
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A named JSON schema. ``strict``: objects accept no unlisted keys."""
+    """A named JSON schema for the answer. ``strict``: objects accept no keys that the schema does not list."""
 
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -21,7 +21,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the text. The schema is in ``json_schema``, or beside the type, as on some servers."""
+    """OpenAI's ``response_format``. The schema is in ``json_schema``, or next to ``type``, as some servers have it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -31,7 +31,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def form(self) -> StructuredOutputsParams | None:
-        """Return the form as SamplingParams; None for a free text. Raise RequestError for no form, or several."""
+        """Return the constraint for SamplingParams; None for a free text. Raise RequestError for none or several."""
         beside = None if self.schema is None else JsonSchema(self.name, self.schema, strict=self.strict)
         if beside and self.json_schema:
             raise RequestError("response_format: schema and json_schema exclude each other: give one")
@@ -50,7 +50,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def asked_form(structured: Mapping[str, Any] | None, older: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``structured_outputs``, by that name or by vLLM's ``older`` ones; None without any."""
+    """Return the request's structured outputs: the field ``structured``, or vLLM's ``older`` fields; None if unset."""
     given = {kind: value for kind, value in older.items() if value is not None}
     if given and structured is not None:
         raise RequestError(f"structured_outputs and guided_{next(iter(given))} exclude each other: give one")
@@ -58,7 +58,7 @@ def asked_form(structured: Mapping[str, Any] | None, older: Mapping[str, Any]) -
 
 
 def form_of_text(wanted: ResponseFormat | None, given: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    """Return the form that ``response_format`` or ``structured_outputs`` ask for; None if the text is free."""
+    """Return the constraint of ``wanted`` (response_format) or ``given`` (structured_outputs); None for a free text."""
     form = wanted.form() if wanted else None
     if form is None:
         return None if given is None else _structured(given)

@@ -1,4 +1,4 @@
-"""Tool calls forced by ``tool_choice``: the form of their text, and the calls in it."""
+"""Tool calls forced by ``tool_choice``: constrains the answer's text to calls, and parses the calls in it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The calls that a request forces: function ``name`` once, or if it is None, one or several of those offered.
+    """The calls that a request forces: one of function ``name``; if that is None, one or several of offered functions.
 
-    ``form``: of the text: only the arguments of a named function, else a list of {"name", "parameters"}.
+    ``form``: constrains the text to a named function's arguments, or else to a list of {"name", "parameters"}.
     """
 
     name: str | None
     form: StructuredOutputsParams
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return OpenAI's finish reason: "stop" for the arguments of a named function, "tool_calls" for other calls."""
+        """Return OpenAI's finish reason: "tool_calls" in place of "stop", unless a named function was called."""
         return "tool_calls" if reason == "stop" and self.name is None else reason
 
 
 def forced_calls(
     tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool = True
 ) -> ForcedCalls | None:
-    """Return the calls that ``tool_choice`` forces; None if the text is free. ``parallel``: several may come at once.
+    """Return the calls that ``choice`` (tool_choice) forces; None if none. ``parallel``: several calls are allowed.
 
-    Raise RequestError for an unknown choice, and for tools that do not allow it.
+    Raise RequestError for an unknown choice, or if ``tools`` lack the chosen function.
     """
     if choice in (None, "none", "auto"):
         return None
@@ -53,7 +53,7 @@ def forced_calls(
 
 
 def _functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schema of each function's arguments, by name."""
+    """Return the JSON schema of each function's arguments, by the function's name."""
     if not tools:
         raise RequestError("tool_choice: a call cannot be forced without tools")
     found: dict[str, Mapping[str, Any]] = {}
@@ -80,12 +80,12 @@ def _check_mapping(value: Any, name: str) -> None:
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Return a form without unlisted keys, and without white space, which some models repeat forever."""
+    """Return the constraint of ``schema``, without unlisted keys or white space, which some models repeat forever."""
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
-    """Return the form of a list of calls. Each function's schema is a definition, which its references name."""
+    """Return the constraint of a list of calls. Each function's schema is a definition, which references name."""
     schemas = enumerate(functions.values())
     definitions = {f"{number}": localized(schema, f"#/$defs/{number}") for number, schema in schemas}
     calls = [
@@ -102,9 +102,9 @@ def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> Struc
 
 
 class CallReader:
-    """Reads one growing text: arguments of a named function as they come, other calls when they are complete.
+    """Parses the forced calls in a growing text: arguments of a named function as they come, other calls once complete.
 
-    The last call of a truncated list is returned as far as it goes. ``answer``: see ``call_id``.
+    At the end, the last call of a truncated list is returned incomplete. ``answer``: the answer's id, for ids of calls.
     """
 
     thought_spans: Sequence[tuple[int, int]] = ()
@@ -115,7 +115,7 @@ class CallReader:
         self._num_calls = 0
 
     def read(self, text: str, finished: bool) -> list[CallPart]:
-        """Return what is new in ``text``, which extends the text of the last call. ``finished``: it is complete."""
+        """Return the new call parts in ``text``, all of the answer until now. ``finished``: the answer is complete."""
         if self._name is None:
             return self._read_list(text, finished)
         end = len(text) if finished else num_mended(text)
@@ -125,9 +125,9 @@ class CallReader:
         return [part] if part.arguments or part.first or finished else []
 
     def _read_list(self, text: str, finished: bool) -> list[CallPart]:
-        """Return complete calls, and for a finished text also the truncated one."""
+        """Return the new complete calls in ``text``; if ``finished``, also a truncated last call."""
         found = []
-        while call := _next_call(text, self._num_read + 1) or (  # after the bracket or comma
+        while call := _next_call(text, self._num_read + 1) or (  # skip the bracket or comma before the call
             _cut_call(text, self._num_read + 1) if finished else None
         ):
             name, arguments, self._num_read = call
@@ -138,7 +138,7 @@ class CallReader:
 
 
 def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, arguments as JSON, and end of the call at ``start``; None if it is incomplete."""
+    """Return name, JSON arguments and end offset of the call at offset ``start``; None if the call is incomplete."""
     if text.find("}", start) < 0:
         return None
     try:
@@ -151,7 +151,7 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
 
 
 def _cut_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, available arguments, and end of the truncated call at ``start``; None without a name."""
+    """Return name, partial arguments and end offset of the truncated call at offset ``start``; None without a name."""
     if not text.startswith('{"name":', start):
         return None
     try:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span per prompt of the engine, with the names and attributes of vLLM's ``llm_request``."""
+"""Sends OpenTelemetry spans: one per prompt, with the name and attributes of vLLM's ``llm_request``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 SPAN = "llm_request"
 
 LAST_SPANS_SECONDS = 5.0
-"""Seconds that the server's end waits for a collector that does not accept the last spans."""
+"""Most seconds that the ending server waits for the collector to accept the last spans."""
 
 
 class RequestTracer:
-    """Sends spans to a collector in its own thread; they are dropped if the collector is away.
+    """Sends spans to a collector from a thread of its own. Spans are dropped if the collector cannot be reached.
 
-    It belongs to the event loop. OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME (fastdecode),
+    Only the event loop calls it. OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME (fastdecode),
     OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
-        """``endpoint``: where OTLP over HTTP is accepted. Raise ConfigError without OpenTelemetry."""
+        """``endpoint``: the collector's URL for OTLP over HTTP. Raise ConfigError if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -49,11 +49,11 @@ class RequestTracer:
         self._model_name = model_name
 
     def context(self, headers: Mapping[str, str]) -> Context:
-        """Return the trace of a request from its ``traceparent`` and ``tracestate``; header names are in lower case."""
+        """Return the trace that ``traceparent`` and ``tracestate`` name. ``headers``: with names in lower case."""
         return self._propagator.extract(headers)
 
     def ended(self, exchange: Exchange, context: Context) -> None:
-        """Make the spans of ``exchange``, from its arrival to its end or failure."""
+        """Create a span per prompt of ``exchange``, from its arrival to its end. ``context``: the request's trace."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.perf_counter()
@@ -75,7 +75,7 @@ class RequestTracer:
             span.end(_nanoseconds(end + to_wall_clock))
 
     def close(self) -> None:
-        """Send the remaining spans, for a limited time."""
+        """Send the remaining spans, for at most LAST_SPANS_SECONDS."""
         last = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         last.start()
         last.join(LAST_SPANS_SECONDS)
@@ -97,7 +97,7 @@ def _done(output: RequestOutput) -> dict[str, Any]:
 
 
 def _latencies(metrics: RequestMetrics) -> dict[str, float]:
-    """Return latencies in seconds, by vLLM's names."""
+    """Return the latencies in ``metrics`` in seconds, by vLLM's attribute names."""
     arrival, moments = metrics.arrival_seconds, metrics.token_seconds
     if not moments:
         return {}

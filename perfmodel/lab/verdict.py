@@ -39,7 +39,7 @@ def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimi
 def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> Verdict:
     """Compare two ways that both work."""
     ratio = service.tokens_per_second / alone.output_tokens_per_second
-    times = f"{ratio:.2g} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
+    times = f"{digits(ratio, 2)} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
     if ratio <= 1:
         return Verdict(False, f"Do not use FastDecode here: it gives {times}.")
     price = service.price_per_million_tokens
@@ -47,7 +47,11 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
     if price is not None and alone_price is not None:
         times += f"; {price:.3g} against {alone_price:.3g} per million tokens"
         if price >= alone_price:
-            return Verdict(False, f"Do not use FastDecode here, unless for speed at any price: it gives {times}.")
+            slower = alone.step_seconds is not None and service.tpot_seconds > alone.step_seconds
+            what = "total throughput" if slower else "speed"
+            return Verdict(
+                False, f"Do not use FastDecode here, unless {what} matters more than price: it gives {times}."
+            )
     # Ratios of throughput below this are within the error of figures not measured on the machine at hand
     margin = 1.2
     if ratio < margin:
@@ -79,7 +83,7 @@ def _each(service: Service) -> str:
 
 
 def _whole(service: Service) -> str:
-    return f"{service.tokens_per_second:.4g} tokens/s in all, {_each(service)}"
+    return f"{digits(service.tokens_per_second)} tokens/s in all, {_each(service)}"
 
 
 def users(number: int) -> str:
@@ -91,3 +95,8 @@ def milliseconds(seconds: float) -> str:
     """Return a time in milliseconds, with three digits if it has fewer."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def digits(value: float, count: int = 4) -> str:
+    """Return a number with ``count`` significant digits, and never as a power of ten from 1 on."""
+    return f"{float(f'{value:.{count}g}'):,.15g}"

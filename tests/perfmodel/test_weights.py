@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.hardware import profile
 
 from fastdecode.cli.main import main
 from fastdecode.perfmodel.known_models import BUILT_IN, HUB_NAMES, known_name
@@ -15,6 +16,7 @@ from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.model_config import find_shape, read_shape
 from fastdecode.perfmodel.model_sizes import FORMATS, KEPT_PACKED, format_of
 from fastdecode.perfmodel.presets import find_gpu
+from fastdecode.perfmodel.profile_json import write_profile
 
 MACHINE = ["--gpu", "rtx-5090", "--cpu", "threadripper-7995wx"]
 CONFIG = {
@@ -132,8 +134,14 @@ def test_a_table_s_best_is_the_way_with_most_tokens_per_second(capsys: pytest.Ca
         assert not rates or max(rates) == (rates[0] if first else rates["in turns" in line])
 
 
-def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["plan", "--table", "--model", "llama-3-8b", "--cpu", "ryzen-9950x"]
-    assert main(words) == 2 and "table: it compares with the GPU alone" in capsys.readouterr().err
+    assert main(words) == 2 and "gpu is needed" in capsys.readouterr().err
     assert main([*words, "--gpu", "rtx-4090", "--kv-cache-memory", "10MB"]) == 1
     assert "one R-worker's memory holds 76 cached tokens" in capsys.readouterr().err
+    path = tmp_path / "profile.json"
+    path.write_text(write_profile(profile()))
+    assert main(["plan", "--table", "--profile", str(path)]) == 2
+    assert "table: it compares with the GPU alone; name one with --gpu" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""vLLM's settings, flags, methods and environment variables that have no counterpart here."""
+"""Tables of vLLM's settings, flags, methods and environment variables, with what FastDecode does about each."""

@@ -1,4 +1,4 @@
-"""vLLM's engine settings (``EngineArgs``, ``LLM``, and flags of ``vllm serve``) that have no field here."""
+"""vLLM's engine settings (``EngineArgs``, ``LLM``, and flags of ``vllm serve``) for which FastDecode has no field."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ WITHOUT_EFFECT = without_effect({
     "requests may ask for as many as there are": "max_logprobs",
     "one process reads all requests": "renderer_num_workers",
 })  # fmt: skip
-"""Settings of vLLM's internals, or of media. Ignoring them changes no text."""
+"""Ignored settings, of vLLM's internals or of media. Ignoring them changes no text."""
 
 REFUSED = refused([
     ("additional_config aux_output_config", "nothing here takes any"),

@@ -1,4 +1,4 @@
-"""vLLM's environment variables: those that are used, and a note about others that are set."""
+"""Notes which of vLLM's environment variables are set and have no effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTEAD = {
     "VLLM_PORT": "give --port",
     "VLLM_USE_MODELSCOPE": "models come from Hugging Face, or from a folder",
 }
-"""Variables for which a flag exists here."""
+"""vLLM's environment variables without effect, with the flag or behavior that replaces each."""
 
 
 def said() -> str:
@@ -38,6 +38,6 @@ def said() -> str:
 def _is_a_setting(name: str, value: str) -> bool:
     if not value or not name.startswith("VLLM_"):
         return False
-    # Variables that Kubernetes sets in every container if a Service is called vllm
+    # Kubernetes sets variables of these forms in every container if a Service is called vllm
     of_kubernetes = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT).*|PORT_\d+_.*)")
     return name not in TAKEN and not of_kubernetes.fullmatch(name) and "://" not in value

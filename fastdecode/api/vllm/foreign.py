@@ -1,4 +1,4 @@
-"""A vLLM setting without a field here: accepted without effect, or refused with advice."""
+"""Describes vLLM settings that FastDecode lacks: accepted without effect, or refused with advice."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Foreign:
-    """One setting of vLLM, which is also a flag of ``vllm serve``.
+    """One vLLM setting that FastDecode lacks; it is also a flag of ``vllm serve``.
 
-    ``values``: how many words follow its flag: "none" (a switch), "one", "many", or "maybe" one. ``neutral``: values
-    that are the same as leaving it out. ``shorts``: other flags of the same setting.
+    ``values``: how many words follow the flag: "none" (a switch), "one", "many", or "maybe" one. ``neutral``: values
+    that mean the same as leaving the setting out. ``shorts``: other flags of the same setting.
     """
 
     name: str
     refused: bool
     text: str
-    """The reason why it has no effect, or what to do instead."""
+    """Why the setting has no effect, or what to do instead of using a refused one."""
     values: str = "one"
     neutral: tuple[Any, ...] = ()
     shorts: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ def refused(rows: Iterable[tuple[Any, ...]]) -> dict[str, Foreign]:
 
 
 def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()) -> list[Foreign]:
-    """Return the settings that ``names`` lists.
+    """Return the settings in ``names``, a text of names and flags separated by spaces.
 
     A mark after a name says how many words follow its flag: "?" none, "*" many, "~" at most one, no mark exactly one.
     "+" marks a switch that is on by default. Words that begin with "-" are more flags of the name before them.
@@ -62,7 +62,7 @@ def _read(names: str, is_refused: bool, text: str, neutral: tuple[Any, ...] = ()
 
 
 def _number(value: Any) -> Any:
-    """Return the number that the text of a flag stands for; otherwise the value itself."""
+    """Return the number that ``value``, a flag's text, stands for; ``value`` itself if it is no number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""vLLM's methods, names and sampling fields for Python code, and how ``SamplingParams`` handles them."""
+"""Tables of vLLM's Python names and fields that FastDecode lacks; makes ``SamplingParams`` accept vLLM's fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEMBERS = {
     "wait_for_completion": "generate and chat wait; LLMEngine.step runs a step",
     "wake_up": NO_SLEEP,
 }
-"""Methods of vLLM's ``LLM``."""
+"""Methods and attributes of vLLM's ``LLM`` that FastDecode lacks, with what to use instead."""
 
 NAMES = {
     "AsyncEngineArgs": "EngineArgs are the settings of LLM",
@@ -61,7 +61,7 @@ NAMES = {
     "ScoringRequestOutput": TEXTS_ONLY,
     "initialize_ray_cluster": "give r_workers='ray:N'",
 }
-"""Names that can be imported from vLLM, but not from here."""
+"""Names that can be imported from vLLM but not from FastDecode, with what to use instead."""
 
 SAMPLING_IGNORED = without_effect({
     "texts are not watermarked": "watermarking",
@@ -94,15 +94,15 @@ CALL_ARGUMENTS = refused([
     ("reset_running_requests", "running requests keep their prefixes"),
     ("reset_connector", "there is no connector"),
 ])  # fmt: skip
-"""Arguments of the methods of vLLM's ``LLM``."""
+"""Arguments of methods of vLLM's ``LLM`` that FastDecode ignores or refuses."""
 
 Params = TypeVar("Params", bound=type)
 
 
 def takes_vllms_fields(kind: Params) -> Params:
-    """Make a frozen dataclass accept vLLM's additional fields of ``SamplingParams``.
+    """Class decorator: make the frozen dataclass ``kind`` accept vLLM's additional fields of ``SamplingParams``.
 
-    Setting a field afterwards raises an error that says what to do instead; vLLM's parameters are mutable.
+    Assigning a field later raises an error with advice, since vLLM's parameters are mutable.
     """
     made: Any = kind
     init, known = made.__init__, made.__dataclass_fields__
@@ -121,7 +121,7 @@ def takes_vllms_fields(kind: Params) -> Params:
 
 
 def _ours(fields: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` without those that only vLLM has.
+    """Return ``fields`` without those that only vLLM has. ``known``: names of our fields.
 
     Raise ConfigError for an unknown field, or one that would change the text.
     """
@@ -142,5 +142,5 @@ def _ours(fields: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _says_n(name: str, fields: dict[str, Any]) -> bool:
-    """Return whether ``name`` is best_of with a value of at most n."""
+    """Return whether ``name`` is "best_of" and ``fields`` give it a value of at most n, which has no effect."""
     return name == "best_of" and fields[name] == fields.get("n", 1)

@@ -1,4 +1,4 @@
-"""vLLM's server flags (``vllm serve``) that are no engine settings and have no field here."""
+"""vLLM's server flags (``vllm serve``) that are no engine settings and for which FastDecode has no field."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ OF_BATCHES = without_effect({
     "answers are written as they come, into the file that is named": "output_tmp_dir",
     "a batch has no metrics: `fastdecode serve` has /metrics": "enable_metrics? host url port",
 })  # fmt: skip
-"""Flags of ``vllm run-batch`` alone."""
+"""Flags that only ``vllm run-batch`` has; FastDecode ignores or refuses them."""

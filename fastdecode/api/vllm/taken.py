@@ -1,4 +1,4 @@
-"""vLLM's settings and flags that mean the same here."""
+"""Lists vLLM's settings and flags that mean the same in FastDecode."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ TAKEN = dict.fromkeys(
     "spec_tokens": "as speculative_config.num_speculative_tokens",
     "speculative_config": "methods ngram, draft_model, early_exit",
 }  # fmt: skip
-"""What a setting accepts in addition, by its name."""
+"""vLLM's settings by name, each with a note about the accepted values; "" if nothing is special."""

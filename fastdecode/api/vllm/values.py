@@ -1,4 +1,4 @@
-"""vLLM's spellings of values that have another name here."""
+"""Translates vLLM's spellings of setting values to FastDecode's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastdecode.core.errors import ConfigError
 DTYPE_SETTINGS = ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype")
 
 COUNTS = ("max_model_len", "max_num_batched_tokens", "kv_load_limit", "kv_shard_tokens")
-"""Settings that may be written as "4k"."""
+"""Settings that are counts, which vLLM lets users write as "4k"."""
 
 
 def read_count(text: str) -> int:
-    """Return the integer of "4096", "4k" (4,000), "4K" (4,096) or "1.5m", as vLLM reads them.
+    """Return the integer that ``text`` means, as vLLM reads it: "4096", "4k" (4,000), "4K" (4,096), "1.5m".
 
     Raises:
         ValueError: one line that says what would be right.
@@ -36,18 +36,18 @@ def read_count(text: str) -> int:
 
 
 def translate(name: str, value: Any) -> Any:
-    """Return the value of setting ``name`` in our spelling. Raise ConfigError if there is no such value."""
+    """Return ``value`` of setting ``name`` in FastDecode's spelling. Raise ConfigError if no such value exists."""
     if name in DTYPE_SETTINGS and value is not None:
-        return _dtype(name, str(value).removeprefix("torch."))  # a torch.dtype is accepted too
+        return _dtype(name, str(value).removeprefix("torch."))  # str() also handles a torch.dtype
     if name in COUNTS:
         return _count(name, value)
     if name == "kv_cache_memory_bytes" and isinstance(value, str):
         return _count(name, value)
     if name == "quantization" and value in ("gguf", "none"):
-        return None  # files say themselves how they are packed
+        return None  # the checkpoint's files say which format they have
     if name == "quantization" and isinstance(value, str):
-        return value.removesuffix("_marlin")  # a kernel of vLLM's for the same format
-    # Load formats that the loader detects from the files
+        return value.removesuffix("_marlin")  # vLLM's name of a kernel for the same format
+    # vLLM's load formats that our loader detects from the files by itself
     load_formats = dict.fromkeys(("safetensors", "hf", "gguf", "fastsafetensors", "instanttensor", "mistral"), "auto")
     if name == "load_format":
         return load_formats.get(value, value)
@@ -57,7 +57,7 @@ def translate(name: str, value: Any) -> Any:
 
 
 def drafts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with vLLM's shortcuts for draft tokens merged into ``speculative_config``."""
+    """Return ``settings`` with vLLM's short settings of speculative decoding merged into ``speculative_config``."""
     draft_shortcuts = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
     given = {name: value for name, value in settings.items() if name not in draft_shortcuts}
     shortcuts = {draft_shortcuts[name]: settings[name] for name in draft_shortcuts if settings.get(name) is not None}
@@ -93,7 +93,7 @@ def _count(name: str, value: Any) -> Any:
 
 
 def _adapters(value: Any) -> list[Any]:
-    """Return NAME=FOLDER for vLLM's JSON of one adapter, or of a list of them."""
+    """Return a list of "NAME=FOLDER" for ``value``: vLLM's JSON object of a LoRA adapter, or a list of such objects."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
             value = json.loads(value)

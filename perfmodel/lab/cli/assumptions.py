@@ -32,11 +32,12 @@ def rank_lines(group: RankGroup) -> tuple[str, ...]:
 def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
     """Return the cost of a cached token on R-workers: memory, reading, arithmetic."""
     layer = shape.layer_layout
-    operations = 2 * layer.multiply_adds() / layer.token_bytes(kv_dtype)
+    operations = f"{2 * layer.multiply_adds() / layer.token_bytes(kv_dtype):.3g}"
+    held, ranks = planner.kv_bytes_per_token or 0, planner.num_ranks
+    each = f" for each of {ranks} ranks ({ranks * held:,} in all)" if ranks > 1 else ""
     return (
-        f"a cached token: {planner.kv_bytes_per_token:,} bytes held over all layers, "
-        f"{planner.kv_bytes_read_per_token:,.0f} of them read in a step; {operations:.3g} operations for a byte of its "
-        f"rows",
+        f"a cached token: {held:,} bytes held over all layers{each}, {planner.kv_bytes_read_per_token:,.0f} of them "
+        f"read in a step; {operations} operation{'s' * (operations != '1')} per byte",
     )
 
 

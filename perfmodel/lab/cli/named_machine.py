@@ -72,9 +72,15 @@ class NamedMachine:
         included = 0.0 if self.link_bytes_per_second is None else None  # who rents a GPU gets its host
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
-    def price_lines(self) -> tuple[str, ...]:
-        """Return the sources and dates of list prices."""
-        return tuple(f"{each.name}: {each.price}" for each in (self.gpu, self.host) if each.price)
+    def price_lines(self, args: argparse.Namespace) -> tuple[str, ...]:
+        """Return the prices that count: as given, or with their sources and dates. A given GPU's price is no USD."""
+        given = ((self.gpu, args.gpu_price, "--gpu-price"), (self.host, args.cpu_price, "--cpu-price"))
+        listed = args.gpu_price is None
+        prices = (
+            (each.name, f"{price:g} an hour ({flag})" if price is not None else each.price if listed else None)
+            for each, price, flag in given
+        )
+        return tuple(f"{name}: {price}" for name, price in prices if price)
 
 
 def named_machine(args: argparse.Namespace) -> NamedMachine:

@@ -40,9 +40,12 @@ class PlanAnswer:
 
     @property
     def prices(self) -> Prices:
-        """The given prices, or else list prices."""
-        given = self.case.planner.prices
-        return given if given.gpu_per_hour is not None else self.case.inputs.list_prices
+        """The given prices; without one of the GPU, list prices, beside a given price of hosts."""
+        given, listed = self.case.planner.prices, self.case.inputs.list_prices
+        if given.gpu_per_hour is not None:
+            return given
+        host = given.cpu_host_per_hour
+        return listed if host is None else replace(listed, cpu_host_per_hour=host)
 
     @property
     def uses_list_prices(self) -> bool:

@@ -56,8 +56,6 @@ def session_table(args: argparse.Namespace) -> SessionTable:
     No PlanError depends on the context: the weights are too large, or an R-worker's memory.
     """
     args = with_enough_gpus(args)
-    if not args.gpu:
-        raise ConfigError("table: it compares with the GPU alone; name one with --gpu")
     longest = named_shape(args.model).max_context if args.model else 0
     rows: list[Row] = []
     memory = ""
@@ -67,7 +65,8 @@ def session_table(args: argparse.Namespace) -> SessionTable:
             continue
         inputs = _inputs(args, context)
         server = inputs.server
-        assert server is not None  # inputs of a named GPU
+        if server is None:
+            raise ConfigError("table: it compares with the GPU alone; name one with --gpu")
         memory = memory or _memory_line(args, inputs, server)
         rows += [_row(inputs, server, context, sessions) for sessions in SESSIONS]
     return SessionTable(tuple(rows), memory)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants.variant import BY_LIMITS, Line, PlanCase, Variant
 from fastdecode.perfmodel.lab.planner import Planner
+from fastdecode.perfmodel.lab.verdict import digits
 from fastdecode.perfmodel.sizing import Plan
 
 RESTART_SECONDS = 60.0
@@ -86,10 +87,11 @@ class CopyVariant(Variant[ReplicaPlan]):
             return
         yield "copies", _cost(figures)
         yield "a lost R-worker", _loss(figures)
-        lost = figures.lost_tokens_per_second_at_one_hour
+        lost, rate = figures.lost_tokens_per_second_at_one_hour, case.plan.output_tokens_per_second
         yield (
             "losses cost",
-            f"{lost:.3g} tokens/s where each R-worker is lost once an hour (MTBF), {lost / 720:.2g} once a month",
+            f"{digits(lost, 3)} of {digits(rate)} tokens/s if each R-worker fails once an hour; "
+            f"{lost / 720:.2g} if once a month",
         )
 
     def s_flags(self, case: PlanCase, figures: ReplicaPlan) -> dict[str, object]:
@@ -145,17 +147,30 @@ def _speed_after_loss(case: PlanCase) -> float | None:
 
 def _cost(replicas: ReplicaPlan) -> str:
     one, two = replicas.one, replicas.two
-    copies = "1 of each sequence; a second (--kv-replicas 2)" if replicas.kv_replicas == 1 else "2 of each sequence;"
+    copies = (
+        "1 of each sequence; a second (--kv-replicas 2)" if replicas.kv_replicas == 1 else "2 of each sequence, which"
+    )
     if two is None:
         return f"{copies} cannot be: {replicas.lacks}"
-    memory = f"takes twice the memory ({two.memory_r_workers} R-worker(s) hold it, not {one.memory_r_workers})"
-    needs = f"{memory} and {two.num_r_workers} R-worker(s), not {one.num_r_workers}"
-    link = "" if replicas.link_growth is None else f", {replicas.link_growth:.0%} more bytes on the link"
-    speed = f", for {two.output_tokens_per_second / one.output_tokens_per_second:.3g} x the tokens/s"
-    prices = one.price_per_million_tokens, two.price_per_million_tokens
-    paid = "" if None in prices else f" at {prices[1]:.3g}, not {prices[0]:.3g}, per million"
+    needs = [f"takes twice the memory{_changed(two.memory_r_workers, one.memory_r_workers, '{} hold it')}"]
+    if two.num_r_workers != one.num_r_workers:
+        needs.append(f"needs {_r_workers(two.num_r_workers)}, not {one.num_r_workers}")
+    if replicas.link_growth is not None:
+        needs.append(f"puts {replicas.link_growth:.0%} more bytes on the link")
+    speed = f"gives {two.output_tokens_per_second / one.output_tokens_per_second:.3g} x the tokens/s"
+    paid = one.price_per_million_tokens, two.price_per_million_tokens
+    changed = None not in paid and f"{paid[0]:.3g}" != f"{paid[1]:.3g}"
+    price = f" at {paid[1]:.3g}, not {paid[0]:.3g}, per million" if changed else ""
     host = "; both on one host" if two.num_hosts == 1 else ""
-    return f"{copies} {needs}{link}{speed}{paid}{host}"
+    return f"{copies} {', '.join(needs)}, and {speed}{price}{host}"
+
+
+def _changed(two: int, one: int, words: str) -> str:
+    return f" ({words.format(_r_workers(two))}, not {one})" if two != one else ""
+
+
+def _r_workers(number: int) -> str:
+    return f"{number} R-worker{'s' * (number != 1)}"
 
 
 def _loss(replicas: ReplicaPlan) -> str:
@@ -163,7 +178,9 @@ def _loss(replicas: ReplicaPlan) -> str:
     rest = "nothing is left until it is replaced" if left is None else f"{left:.0%} of the speed until it is replaced"
     if replicas.kv_replicas == 2:
         return f"nothing is computed again; {rest}"
+    number = f"{replicas.lost_sequences:.0f}"
+    waiting = "1 sequence waits" if number == "1" else f"{number} sequences wait"
     return (
-        f"{replicas.lost_sequences:.0f} sequences wait for {replicas.recomputed_tokens:.0f} tokens to be computed "
-        f"again, at least {replicas.recompute_seconds:.3g} s of the S-worker; {rest}"
+        f"{waiting} for {replicas.recomputed_tokens:,.0f} tokens to be computed again, at least "
+        f"{replicas.recompute_seconds:.3g} s of the S-worker; {rest}"
     )
