@@ -82,7 +82,7 @@ class WorkerState:
         self.num_segments += 1
 
     def give_back(self, num_blocks: int, shared: Iterable[Block]) -> None:
-        """Free the blocks of a dropped copy: ``num_blocks`` unshared ones, and ``shared`` ones without other holders."""
+        """Free the blocks of a dropped copy: ``num_blocks`` unshared ones, and ``shared`` ones that nobody holds."""
         self.free += num_blocks
         self.drop(shared)
         self.num_segments -= 1
