@@ -1,1 +1,1 @@
-"""R-workers as the engine reaches them: backends behind the ``AttentionBackend`` interface. They hold no policy."""
+"""Backends through which the engine reaches R-workers (``AttentionBackend``). They make no scheduling decisions."""

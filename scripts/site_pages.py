@@ -106,7 +106,7 @@ hide: [navigation, toc]
 
 def front_page(readme: str) -> str:
     """Return the site's front page: the README with three cards in place of the table of its first screen."""
-    rows = re.findall(r"^\| (?:one|vLLM) .*? \| (.*?) \| .* \|$", readme, re.MULTILINE)
+    rows = re.findall(r"^\| (?:one|an) .*? \| (.*?) \| .* \|$", readme, re.MULTILINE)
     home, operator = rows
     table = re.search(r"^\| you have \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
     assert table

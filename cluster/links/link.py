@@ -1,4 +1,4 @@
-"""What all links share: numbered control frames, the payload of layers, and waiting times."""
+"""The base of all links: numbered control frames, the payload of layers, and waiting times."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
 from fastdecode.core.errors import FrameError
 
 SILENCE_SECONDS = 1.5
-"""An R-worker without a sign of life for this long is lost, by default (`--silence-seconds`).
+"""By default, the S-worker drops an R-worker that has sent nothing for this long (`--silence-seconds`).
 
-The end of its process is noticed at once.
+If the R-worker's process ends, the S-worker notices at once.
 """
 
 TICK_SECONDS = 0.2
-"""How long an R-worker, or a rank, waits before it checks signals and its connection again."""
+"""Seconds that an R-worker or a rank waits before it checks signals and its connection again."""
 
 FRAME_FOLLOWS = 1 << 63
-"""The word that announces a control frame on links that announce by words.
+"""The 64-bit word that announces a control frame, on links that announce each message by a word.
 
-The word of a layer is mini-batch << 32 | layer.
+The word that announces a layer's payload is mini-batch << 32 | layer.
 """
 
 SPIN_SECONDS = 0.01
-"""Longest spin. Most layers take less, and for longer ones the cost of a wake-up does not matter."""
+"""Longest busy wait. Most layers take less time; for longer ones the cost of a wake-up does not matter."""
 
 REST_SECONDS = 1.0
-"""How long a disturbed thread does not spin."""
+"""Seconds for which a thread does not busy-wait after another thread was seen on its core."""
 
 Found = TypeVar("Found")
 
 
 class Beating(Protocol):
-    """Sends signs of life of this process, until it is closed."""
+    """Sends the other end signs of life of this process, until ``close``."""
 
     def close(self) -> None:
         """Stop; may be called twice."""
@@ -49,8 +49,8 @@ class Link(Conversation):
 
     This class sends payload as frames over its channel, with q, k and v as one part, since every part costs both ends.
     Subclasses send payload in other ways. Frames and payload arrive in one order. Every method raises ConnectionError,
-    with the reason, once the other end is gone. ``make_beats``: makes the signs of life of a session with that epoch;
-    None if it needs none.
+    with the reason, once the other end is gone. ``make_beats``: takes a session's epoch and returns the ``Beating`` for
+    it; None if this link needs no separate signs of life.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -61,9 +61,9 @@ class Link(Conversation):
         self._slots: PayloadSlots | None = None
 
     def place(self, slots: PayloadSlots) -> None:
-        """Assign memory to the payload of the coming step.
+        """Assign memory to ``slots``, the payload of the coming step.
 
-        On the R-worker this comes before it sends READY, on the S-worker after.
+        The R-worker calls this before it sends READY, the S-worker after it has received READY.
 
         Raise FrameError for a payload that this link cannot hold.
         """
@@ -115,12 +115,12 @@ class Link(Conversation):
         return str(error)
 
     def begin_beats(self) -> None:
-        """Start signs of life, now that the other end has sent WELCOME. They tell a stopped process from a busy one."""
+        """Start to send signs of life, after WELCOME. They let the other end tell a stopped process from a busy one."""
         if self.make_beats and self._beats is None:
             self._beats = self.make_beats(self.epoch)
 
     def end_beats(self) -> None:
-        """Stop signs of life, as if this process were stopped."""
+        """Stop sending signs of life, so that the other end takes this process for stopped."""
         if self._beats:
             self._beats.close()
 
@@ -136,13 +136,13 @@ class Link(Conversation):
 
 
 class PartChannel:
-    """Base of channels over ordered bytes. A header lists the parts that follow, and each is read or skipped."""
+    """Base of channels over an ordered byte stream. A header lists the message's parts; each is read or skipped."""
 
     def __init__(self) -> None:
         self._left: list[int] = []
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """See ``Channel.receive``. Raise ConnectionError after a bad header, since the next cannot be found."""
+        """See ``Channel.receive``. Raise ConnectionError after a bad header, since the next header cannot be found."""
         self.skip()
         header = self._header(timeout_seconds)
         if header is None:
@@ -172,15 +172,15 @@ class PartChannel:
         raise NotImplementedError
 
     def _fill(self, buffer: Any) -> None:
-        """Receive exactly this many bytes."""
+        """Receive bytes until ``buffer`` is full."""
         raise NotImplementedError
 
 
 class Spin:
-    """Busy-waiting, since waking a sleeping process takes longer (about 0.1 ms on a virtual machine).
+    """Waits busily, since waking a sleeping process takes about 0.1 ms on a virtual machine.
 
-    The thread yields its core at every look. If another thread was seen to use the core, the spinning thread sleeps for
-    REST_SECONDS. So no setting has to say which processes share cores.
+    The thread yields its core after every look. If another thread uses the core meanwhile, this thread does not spin
+    for REST_SECONDS. So no setting has to say which processes share cores.
     """
 
     def __init__(self, most_seconds: float = SPIN_SECONDS) -> None:
@@ -192,8 +192,8 @@ class Spin:
         found = look()
         now = time.perf_counter()
         end = now + self._most_seconds
-        # A spinning thread that loses its core for so long shares it with another process. Its own libzmq threads take
-        # less.
+        # A spinning thread that loses its core for this long shares it with another process. libzmq's threads in this
+        # process take the core for less time.
         disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import mpi4py
 
-# Variables that launchers set for every rank. Without them Open MPI starts a job of this process alone.
+# Variables that launchers set for every rank. Without them Open MPI starts a job of a single rank, this process.
 if not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")):
     # for a single process, Open MPI would create a segment of shared memory that nothing removes
     os.environ.setdefault("OMPI_MCA_btl", "self")
@@ -44,13 +44,13 @@ class MpiJob:
         _sleep_precisely()
 
     def peer(self, rank: int) -> MpiPeer:
-        """Return the connection to ``rank``, the same object each time."""
+        """Return the connection to ``rank``; later calls return the same object."""
         if rank not in self._peers:
             self._peers[rank] = MpiPeer(self._world, rank, self.lock)
         return self._peers[rank]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Return each rank's bytes, by rank. All ranks must call this, with equal lengths."""
+        """Send ``mine`` to all ranks; return all ranks' bytes, by rank. Each rank must call this with equal length."""
         found = bytearray(len(mine) * self.size)
         try:
             request = self._world.Iallgather([mine, MPI.BYTE], [found, MPI.BYTE])
@@ -77,7 +77,7 @@ class MpiPeer:
         self._arrival: Any = self.receive(self._word, _WORD_TAG)
 
     def send(self, buffer: Any, tag: int) -> Any:
-        """Start sending a message. The buffer must not change until the request is done."""
+        """Start sending ``buffer``; return the MPI request. The buffer must not change until the request is done."""
         try:
             with self._lock:
                 return self._world.Isend([buffer, MPI.BYTE], self.rank, tag)
@@ -85,7 +85,7 @@ class MpiPeer:
             raise _lost(error) from error
 
     def receive(self, buffer: Any, tag: int) -> Any:
-        """Post a receive for a message of exactly the buffer's size."""
+        """Post a receive for a message of exactly the buffer's size; return the MPI request."""
         try:
             with self._lock:
                 return self._world.Irecv([buffer, MPI.BYTE], self.rank, tag)
@@ -93,11 +93,11 @@ class MpiPeer:
             raise _lost(error) from error
 
     def send_word(self, word: int) -> Any:
-        """Start sending one 64-bit word."""
+        """Start sending one 64-bit word; return the MPI request."""
         return self.send(_WORD.pack(word), _WORD_TAG)
 
     def word_is_there(self, timeout_seconds: float) -> bool:
-        """Return whether ``take_word`` may be called."""
+        """Return whether a word has arrived, waiting at most ``timeout_seconds``; then ``take_word`` may be called."""
         return self.wait([self._arrival], timeout_seconds)
 
     def take_word(self) -> int:
@@ -107,7 +107,7 @@ class MpiPeer:
         return word
 
     def await_word(self, word: int, timeout_seconds: float) -> bool:
-        """Drop words until this one arrives; return False if it does not come in time."""
+        """Drop arriving words until ``word`` arrives; return False if it does not arrive in time."""
         deadline = time.monotonic() + timeout_seconds
         while self.word_is_there(max(0.0, deadline - time.monotonic())):
             if self.take_word() == word:
@@ -115,7 +115,7 @@ class MpiPeer:
         return False
 
     def wait(self, requests: Sequence[Any], timeout_seconds: float) -> bool:
-        """Wait for the requests, sleeping between tests; return False if they are not done in time."""
+        """Wait for the MPI ``requests``, sleeping between tests; return False if they are not done in time."""
         done = self.done(requests) or (timeout_seconds > 0 and self._sleep_until_done(requests, timeout_seconds))
         if done:
             self._idle_since = None
@@ -125,7 +125,7 @@ class MpiPeer:
         start = now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = start
-        # A rank that has received nothing for so long sleeps longer between tests
+        # A rank that has received nothing for this many seconds sleeps longer between tests
         idle_seconds = 1.0
         while now < start + timeout_seconds:
             time.sleep(NAP_SECONDS if now - self._idle_since < idle_seconds else IDLE_NAP_SECONDS)
@@ -135,7 +135,7 @@ class MpiPeer:
         return False
 
     def cancel(self, requests: Sequence[Any]) -> None:
-        """Cancel these receives."""
+        """Cancel the posted receives ``requests``."""
         with self._lock:
             for request in requests:
                 if request != MPI.REQUEST_NULL:
@@ -147,10 +147,10 @@ class MpiPeer:
         self.cancel([self._arrival])
 
     def done(self, requests: Sequence[Any]) -> bool:
-        """Return whether all are done. A finished request stays finished. Any thread may call this."""
+        """Return whether all MPI ``requests`` are done. A finished request stays finished. Any thread may call this."""
         try:
             with self._lock:
-                for request in requests:  # noqa: SIM110 - twice as fast as all(), and this is done all the time
+                for request in requests:  # noqa: SIM110 - twice as fast as all(), and every wait runs this loop
                     if not request.Test():
                         return False
                 return True
@@ -159,10 +159,10 @@ class MpiPeer:
 
 
 class Watched(Protocol):
-    """A link that is sending messages."""
+    """The interface of a link whose sent messages ``SendProgress`` drives."""
 
     def move_on(self) -> bool:
-        """Let MPI make progress on the messages; return True while they have not arrived."""
+        """Let MPI make progress on this link's sent messages; return True until all of them have arrived."""
 
 
 class SendProgress:
@@ -176,18 +176,18 @@ class SendProgress:
         self._stopped = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastdecode-mpi", daemon=True)
-        # How long one thread may hold the GIL while another waits. Python's default of 5 ms is as long as several
-        # layers.
+        # Seconds that one thread may hold the GIL while another waits. Python's default of 5 ms is as long as
+        # several layers.
         switch_seconds = 1e-4
         sys.setswitchinterval(min(sys.getswitchinterval(), switch_seconds))
         self._thread.start()
 
     def watch(self, link: Watched) -> None:
-        """Also drive the messages of ``link``."""
+        """Also drive the messages that ``link`` sends."""
         self._watched = [*self._watched, link]
 
     def forget(self, link: Watched) -> None:
-        """Stop driving the messages of ``link``."""
+        """Stop driving the messages that ``link`` sends."""
         self._watched = [each for each in self._watched if each is not link]
 
     def nudge(self) -> None:
@@ -195,7 +195,7 @@ class SendProgress:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, before MPI is finalized."""
+        """End the communication thread, before MPI is finalized."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
@@ -206,7 +206,7 @@ class SendProgress:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(progress_seconds)  # by then most have arrived
+            time.sleep(progress_seconds)  # most messages arrive during this sleep
             while not self._stopped and self._move_on():
                 time.sleep(progress_seconds)
 

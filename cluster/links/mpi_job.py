@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi import MpiJob, MpiPeer, SendProgress
 
 HANG_UP = FRAME_FOLLOWS | 1
-"""The word that ends a session. It is answered with itself, so that no message of the session remains."""
+"""The word that ends a session. The receiver sends it back, so that no message of the session remains."""
 
 OVER = FRAME_FOLLOWS | 2
-"""The word that ends the job. It is answered with itself."""
+"""The word that ends the job. The receiver sends it back."""
 
 S_RANK = 0
 LEAVE_SECONDS = 10
-"""Most seconds until a rank answers that the job is over."""
+"""Most seconds that a rank may take to answer OVER."""
 
 RIGHT_LINE = (
     "mpirun -n 1 fastdecode bench throughput --r-workers mpi … : -n 4 fastdecode r-worker --transport mpi "
@@ -63,10 +63,10 @@ _PORT_BITS = 16
 
 
 class JobRanks:
-    """This process's job with the roles of its ranks. ``roles``: by rank."""
+    """This process's MPI job. ``roles``: the role of each rank, by rank."""
 
     def __init__(self, job: MpiJob, role: Role) -> None:
-        """Wait until all ranks have arrived."""
+        """Exchange roles with all ranks of ``job``; this waits until every rank has joined."""
         self.job = job
         machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]  # containers differ
         entries = [_ENTRY.unpack(each) for each in job.gather(_ENTRY.pack(role, machine))]
@@ -74,7 +74,7 @@ class JobRanks:
         self.is_on_one_machine = len({machine for _, machine in entries}) == 1
 
     def of(self, role: Role) -> list[int]:
-        """Return the ranks that have this role."""
+        """Return the numbers of the ranks that have ``role``."""
         return [rank for rank, each in enumerate(self.roles) if each is role]
 
 
@@ -90,9 +90,9 @@ class SWorkerRank(JobRanks):
         self._addresses: dict[int, str] = {}
 
     def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
-        """Check that the job's ranks are the wanted ones, and let its prefill workers load their models.
+        """Check the numbers of R-workers and prefill workers in the job; let prefill workers load their models.
 
-        Raise ConfigError otherwise. Later calls may want fewer, since an engine need not use all ranks of its job.
+        Raise ConfigError for wrong numbers. Later calls may ask for fewer, since an engine need not use all ranks.
         """
         self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
@@ -118,9 +118,9 @@ class SWorkerRank(JobRanks):
             raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
 
     def address(self, rank: int) -> str:
-        """Wait for the address of the prefill worker ``rank``; return "host:port".
+        """Wait until the prefill worker at rank ``rank`` sends its address; return "host:port".
 
-        Raise BackendError if it takes too long.
+        Raise BackendError if the address does not arrive in time.
         """
         # Most seconds until a prefill worker has loaded its model and listens
         listen_seconds = 300.0
@@ -188,7 +188,7 @@ class PrefillRank(JobRanks):
 
 @functools.cache
 def join_as_s_worker() -> SWorkerRank:
-    """Join this process's job as its S-worker, once. However this process ends, the other ranks end with it.
+    """Join this process's MPI job as its S-worker, once. However this process ends, the other ranks end with it.
 
     Raise ConfigError without MPI, or without another rank.
     """
@@ -229,7 +229,7 @@ def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
 
 
 def _join_behind(role: Role, right_line: str) -> MpiJob:
-    """Join the job as a rank other than the first, and return it."""
+    """Join the MPI job as a rank other than rank 0; return the job. ``right_line``: an mpirun line for the error."""
     job = _join()
     if job.size == 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The link between two ranks of an MPI job; ``mpi_job.py`` has the job itself.
 
 A word announces a control frame, or the q, k, v or o of a layer. Payload is sent separately, with q, k, v as one
-message, since every message costs both ends. Both ends know its size from the step's plan, and post the receive in
-advance.
+message, since every message costs both ends time. Both ends know the payload's size from the step's plan, and post the
+receive in advance.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MpiChannel(PartChannel):
         self._sent += [self._peer.send(part, _CONTROL_TAG) for part in parts if memoryview(part).nbytes]
 
     def close(self) -> None:
-        """See ``Channel.close``; this waits until sent messages have arrived."""
+        """See ``Channel.close``. Waits until all sent messages have arrived."""
         sent, self._sent = self._sent, []
         self._peer.wait(sent, MESSAGE_SECONDS)
 
@@ -61,7 +61,7 @@ class MpiChannel(PartChannel):
 
 
 class MpiLink(Link):
-    """A ``Link`` to another rank."""
+    """A ``Link`` to another rank of the MPI job."""
 
     def __init__(self, peer: MpiPeer, progress: SendProgress | None = None) -> None:
         """``progress``: the S-worker's communication thread; None on an R-worker."""
@@ -100,9 +100,9 @@ class MpiLink(Link):
         super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
 
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
-        """See ``Link.send_arrays``. The receive for the answer, o or the next layer's q, k, v, is posted first.
+        """See ``Link.send_arrays``. Posts the receive for the other end's next payload first.
 
-        Ctrl-C during this call loses the R-worker.
+        If Ctrl-C interrupts this call, the R-worker is lost.
         """
         slots = self._open_slots(kind)
         part = arrays[0] if len(arrays) == 1 else slots.answer(mini_batch, layer)
@@ -141,7 +141,7 @@ class MpiLink(Link):
         self._withdraw()
 
     def _take(self) -> Frame:
-        """Return the frame that the arrived word announces, with its payload."""
+        """Take the word that has arrived; return the frame that it announces, with the frame's payload."""
         self._cut = True
         word = self._last_word = self._peer.take_word()
         self._cut = False
@@ -169,7 +169,7 @@ class MpiLink(Link):
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:
-        """End a step's messages: wait until all sent ones have arrived, and cancel the posted receives."""
+        """End a step's messages: wait until the sent messages have arrived, then cancel the posted receives."""
         expected, sent = list(self._expected.values()), list(self._sent.values())
         self._expected, self._sent = {}, {}
         for requests in sent:

@@ -1,4 +1,4 @@
-"""An R-worker's channel to one of the peers of its listener."""
+"""A listener's channel to one of the peers that have connected to it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 MOST_LOGGED = 100
-"""Most unknown peers of a socket that are logged one by one."""
+"""Most unknown peers of one socket for which a log line each is written."""
 
 
 class PeerListener(Protocol):
-    """The listener of a ``PeerChannel``, such as ``ZmqListener``."""
+    """The interface that a ``PeerChannel`` needs of its listener, such as ``ZmqListener``."""
 
     on_stranger: Callable[[PeerChannel], None]
 
@@ -31,8 +31,8 @@ class PeerListener(Protocol):
 class PeerChannel:
     """An R-worker's ``Channel`` to one S-worker. Messages of other peers go to the listener's ``on_stranger``.
 
-    Until ``waits`` is set, messages that do not fit the queue to this peer are dropped. So a peer that is not served
-    and does not read cannot delay the served one.
+    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped. So an unserved peer that
+    does not read cannot delay the served peer.
     """
 
     def __init__(self, listener: PeerListener, identity: bytes, first_header: bytes | None = None) -> None:
@@ -67,7 +67,7 @@ class PeerChannel:
         self._listener.skip()
 
     def _look_at_connection(self) -> None:
-        """Test the served peer after the end of any connection. Raise ConnectionError if it is gone."""
+        """If any connection has ended, test whether this peer is there. Raise ConnectionError if the peer is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
         # Seconds after the end of any connection until the listener checks the served peer
         departure_seconds = 2.0

@@ -27,17 +27,17 @@ from fastdecode.cluster.wire.messages import MOST_IN_FLIGHT, encode_refusal
 from fastdecode.core.errors import CapacityError, FrameError
 
 LIMITS = 1 << 23, 3 * MOST_IN_FLIGHT
-"""Most bytes of a part and queued messages of a peer.
+"""(Most bytes of a message's part, most queued messages of a peer).
 
-A row of keys of the largest layer fits. The queue holds a full window three times, since libzmq counts up to half of
-the queue as waiting after it was read. A peer that ignores the window fills 1.1 GiB, and then blocks.
+A part can hold one row of keys of the largest layer. The queue holds MOST_IN_FLIGHT messages three times, since libzmq
+counts up to half of the queue as waiting after it was read. A peer that sends more fills 1.1 GiB, and then blocks.
 """
 
 log = logging.getLogger("fastdecode.port")
 
 
 class Reader:
-    """Reads the parts of a frame in order; unread parts are dropped."""
+    """Reads the parts of one received frame in order; parts that are not read are dropped."""
 
     def __init__(self, listener: ZmqListener) -> None:
         self._listener = listener
@@ -56,13 +56,13 @@ class Reader:
         return data
 
     def record(self, form: struct.Struct) -> tuple[Any, ...]:
-        """Return the next part as numbers. Raise FrameError for another size."""
+        """Return the next part's numbers, unpacked by ``form``. Raise FrameError if the part has another size."""
         return form.unpack(self._listener.read_part(form.size))
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return the next part in place, read-only; it is copied only if it is not aligned.
+        """Return the next part as a read-only array over the received bytes; copied only if they are not aligned.
 
-        Raise FrameError for another size.
+        Raise FrameError if the part has another size.
         """
         part = self._listener.read_part(math.prod(shape) * dtype.itemsize)
         array = np.frombuffer(part, dtype).reshape(shape)
@@ -70,9 +70,9 @@ class Reader:
 
 
 class Bell:
-    """Wakes a poll of ``descriptor``.
+    """Wakes a thread that polls ``descriptor``, a file descriptor.
 
-    Any thread may ring; the descriptor is readable until hushed. It is a pipe, for portability.
+    Any thread may call ``ring``. The descriptor is then readable until ``hush``. It is a pipe, for portability.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ A FrameError, ValueError, KeyError or CapacityError that it raises is sent to th
 class Port:
     """Listens at ``address`` ("host:port") until ``close``.
 
-    Every frame must carry ``epoch``, 63 random bits. A peer is admitted if it knows them, and the key if there is one.
-    Any other frame is refused, logged once per reason, and changes nothing.
+    Every frame must carry ``epoch``, 63 random bits. A peer must also hold the key, if there is one. The port refuses
+    any other frame, logs this once per reason, and changes nothing.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Port:
         """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
 
         ``role``: this side's role. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``:
-        of its thread and libzmq's, as for the command ``nice``.
+        added to that of the port's and libzmq's threads, as by the command ``nice``.
         """
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._handle, self._open_kinds = handle, frozenset(open_kinds)
@@ -149,29 +149,29 @@ class Port:
         return int(self.address.rpartition(":")[2])
 
     def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
-        """Send a frame to a peer from any thread. It has no effect if the peer is gone or does not read."""
+        """Send a frame to the peer ``identity``. Any thread may call this. No effect if the peer is gone or stuck."""
         self._outbox.append((identity, kind, parts, layer))
         if threading.current_thread() is not self._thread:
             self._bell.ring()
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
-        """Send a refusal without the epoch, by the port's thread. Call it from the handler."""
+        """Send the peer a REFUSED frame that does not tell the epoch. Call this only from the handler."""
         self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
 
     def renew_epoch(self) -> None:
-        """Draw another epoch, so that frames with the old one are refused. Call it from the handler."""
+        """Draw a new epoch, so that frames with the old epoch are refused. Call this only from the handler."""
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._peers.clear()
 
     def look_after(self, identity: bytes, on_gone: Callable[[], None]) -> None:
         """Call ``on_gone`` once, in the port's thread, when the peer ``identity`` is gone.
 
-        Call this from the handler; it replaces the previous one.
+        Only one peer is watched: this call ends the watch of the previous peer. Call this only from the handler.
         """
         self._watched = identity, on_gone
 
     def close(self) -> None:
-        """Wait until the thread has ended; may be called twice."""
+        """Close the port and wait until its thread has ended; may be called twice."""
         if not self._is_closing:
             self._is_closing = True
             self._bell.ring()
@@ -179,7 +179,7 @@ class Port:
             self._bell.close()
 
     def _run(self, bind: Callable[[], ZmqListener], niceness: int, bound: SimpleQueue[ZmqListener | Exception]) -> None:
-        """Run the port's thread. The listener is made here, since libzmq's threads inherit this thread's niceness."""
+        """Run the port's thread. It makes the listener, since libzmq's threads inherit this thread's niceness."""
         if niceness:
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
@@ -209,7 +209,7 @@ class Port:
                 self._conversation(identity).send(kind, *parts, layer=layer)
 
     def _look_after(self) -> None:
-        """Send the watched peer an empty message now and then, which fails once it is gone."""
+        """Send the watched peer an empty message now and then. The sending fails once the peer is gone."""
         if self._watched is None or (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + TICK_SECONDS
@@ -258,7 +258,7 @@ class Port:
         if message not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(message)
             log.warning("refused: %s", message)
-        with contextlib.suppress(ConnectionError):  # it is gone
+        with contextlib.suppress(ConnectionError):  # the peer is gone
             conversation.send(Kind.REFUSED, encode_refusal(error, message))
 
     def _conversation(self, identity: bytes) -> Conversation:
@@ -271,7 +271,7 @@ class Port:
 
 
 def _remember(peers: dict[bytes, Any], identity: bytes, value: Any) -> None:
-    # Peers whose frame numbers and proofs are remembered; beyond these, the oldest are forgotten
+    # Most peers whose frame numbers and proofs are remembered; beyond this number the oldest are forgotten
     most_peers = 1024
     while len(peers) >= most_peers:
         peers.pop(next(iter(peers)))

@@ -1,7 +1,7 @@
 """The link to an R-worker on this machine: control frames over a socket pair, payload in shared memory.
 
-q, k, v and o are in a memfd, and rings of 64-bit words announce each layer. A memfd has no name, so that nothing
-remains once both processes have ended in any way.
+q, k, v and o are in a memfd, a file in memory. Rings of 64-bit words announce each layer. A memfd has no name, so the
+system frees it once both processes have ended in any way.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fastdecode.core.errors import FrameError
 
 BEAT_SECONDS = 0.2
 HEAD_BYTES = 1 << 16
-"""Both rings, and the R-worker's heartbeat in the last word, rounded to a page; the payload follows."""
+"""Bytes before the payload: both rings of words, and the R-worker's heartbeat in the last word, in whole pages."""
 
 
 def make_memory() -> int:
-    """Return a file descriptor of new memory with two empty rings."""
+    """Return a file descriptor of a new memfd with two empty rings of words."""
     descriptor = os.memfd_create("fastdecode-payload", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, HEAD_BYTES)
     return descriptor
 
 
 class SharedMemoryLink(Link):
-    """A ``Link`` over a control socket and shared memory. Within a step no layer uses the socket."""
+    """A ``Link`` over a control socket and shared memory. The payload of layers never uses the socket."""
 
     def __init__(
         self, control: socket.socket, descriptor: int, is_s_worker: bool, silence_seconds: float = SILENCE_SECONDS
@@ -68,7 +68,7 @@ class SharedMemoryLink(Link):
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
         """See ``Conversation.send``.
 
-        The word is sent first, so that a frame larger than the socket's buffer is read while it is written.
+        The word goes first, so that the other end already reads while a frame larger than the socket's buffer is sent.
         """
         self._outbox.push(FRAME_FOLLOWS)
         super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
@@ -93,7 +93,7 @@ class SharedMemoryLink(Link):
         return Frame(kind, self.epoch, 0, word >> 32, word & 0xFFFFFFFF, (0, 0, 0))
 
     def _announced(self) -> Frame:
-        # Most seconds from a word to its frame, which the sender writes right after it
+        # Most seconds from a word to the frame that it announces, which the sender writes right after the word
         frame_seconds = 5.0
         frame = super().receive(frame_seconds)
         if frame is None:
@@ -113,7 +113,7 @@ class SharedMemoryLink(Link):
             os.close(self._descriptor)
             self._descriptor = -1
         self._memory = np.zeros(0, np.uint8)
-        if self._slots:  # its views keep the mapping alive, and with it a descriptor
+        if self._slots:  # views of the payload keep the mapping alive, and thus a file descriptor
             self._slots.place(self._memory)
 
 
@@ -150,7 +150,7 @@ class StreamChannel(PartChannel):
 
     def _fill(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")
-        # Most seconds between two pieces of one frame, whose sender is on this machine
+        # Most seconds between two pieces of one frame; the sender is on this machine, so they come quickly
         part_seconds = 5.0
         while len(view):
             if not self._poll.poll(part_seconds * 1000):
@@ -165,11 +165,11 @@ class StreamChannel(PartChannel):
 
 
 class SilenceError(ConnectionError):
-    """The other process exists, but does not run."""
+    """The other process exists, but has sent no heartbeat for too long."""
 
 
 class Heartbeat:
-    """Increments ``word``, uint64 [1], every BEAT_SECONDS from its own thread, also during computations."""
+    """Increments ``word``, uint64 [1], every BEAT_SECONDS in its own thread, also while other threads compute."""
 
     def __init__(self, word: np.ndarray) -> None:
         self._word = word
@@ -178,7 +178,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop; may be called twice."""
+        """Stop the heartbeat; may be called twice."""
         self._stopped.set()
 
     def _beat(self) -> None:
@@ -195,12 +195,12 @@ class HeartbeatMonitor:
         self._silent_seconds = self._looked = 0.0
 
     def check(self, waited_seconds: float) -> None:
-        """Call this after each wait that timed out.
+        """Check the heartbeat after a wait of ``waited_seconds`` that timed out.
 
-        Raise SilenceError after ``silence_seconds`` of waiting without a beat.
+        Raise SilenceError once the waits without a beat add up to ``silence_seconds``.
 
-        Only time spent waiting or spinning counts. So a process that was itself suspended sees new beats before it
-        judges. Silence before the first beat is ignored, since the process is starting.
+        Only time spent waiting counts. So if this process was itself suspended, it sees new beats before it judges.
+        Silence before the first beat is ignored, since the other process is starting.
         """
         beats, before, self._looked = int(self._word[0]), self._looked, time.monotonic()
         if beats != self._last or beats == 0:
@@ -212,5 +212,5 @@ class HeartbeatMonitor:
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:
-    """Return mapped memory, uint8 [num_bytes]; the mapping lives as long as the array."""
+    """Map ``num_bytes`` bytes of a file from offset ``start``; return uint8 [num_bytes]. Freed with the array."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes, offset=start), np.uint8)

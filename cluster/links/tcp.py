@@ -1,4 +1,4 @@
-"""A link to an R-worker over TCP, and a diagnosis if none answers."""
+"""A link to an R-worker over TCP, and a diagnosis if no R-worker answers at its address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.cluster.links.zmq_socket import PATIENCE_SECONDS, Beats
 from fastdecode.cluster.wire.handshake import Security, proven
 
 GREETING_SECONDS = 2.0
-"""Most seconds until a ZeroMQ socket's greeting, which needs no Python on the other end."""
+"""Most seconds until a ZeroMQ socket's greeting arrives; libzmq sends it without the other end's Python."""
 
 
 def connect(
@@ -26,9 +26,9 @@ def connect(
 ) -> Link:
     """Return a link to the R-worker at ``address`` ("host:port").
 
-    Raise BackendError if the two sides do not share a key. ``patience_seconds``: how long the R-worker waits for a sign
-    of life of this process. ``beats``: send heartbeats that tell a stopped process from a busy one.
-    ``meeting_seconds``: after this time without a handshake the R-worker counts as lost.
+    Raise BackendError if the two sides do not share a key. ``patience_seconds``: time without a sign of life after
+    which the R-worker drops this process. ``beats``: send separate heartbeats, which tell a stopped process from a busy
+    one. ``meeting_seconds``: after this time without a handshake the R-worker counts as lost.
     """
     channel = ZmqChannel(
         address,

@@ -35,15 +35,15 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER
 from fastdecode.core.errors import BackendError
 
 HANDSHAKE_SECONDS = 2.0
-"""A ZeroMQ handshake takes milliseconds. If it takes longer, the other end may be no ZeroMQ socket."""
+"""Seconds after which a missing handshake is diagnosed. It takes milliseconds if the other end is a ZeroMQ socket."""
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 class ZmqChannel(ZmqSocket):
-    """An S-worker's ``Channel`` to the R-worker at ``address`` ("host:port"), or the reverse.
+    """The connecting side's ``Channel`` to a listener at ``address`` ("host:port"): mostly S-worker to R-worker.
 
-    ``diagnose`` is called while no handshake succeeds, and returns the reason, or "" if unknown.
+    ``diagnose`` is called while no handshake succeeds. It returns why no handshake succeeds, or "" if unknown.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class ZmqChannel(ZmqSocket):
             try:
                 self.send_message(parts, zmq.NOBLOCK)
                 return
-            except zmq.Again:  # the queue is full, or there is none since the other side has refused us
+            except zmq.Again:  # the queue is full, or the other side has refused us, so there is no queue
                 self.look_at_connection()
             if time.monotonic() > deadline:
                 raise ConnectionError("it takes no more messages")
             self.poll(retry_seconds)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """See ``Channel.receive``. An empty message only tests the connection."""
+        """See ``Channel.receive``. Empty messages, which only test the connection, are dropped."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             self.skip()
@@ -110,7 +110,7 @@ class ZmqChannel(ZmqSocket):
         return "" if self._connected else "nobody answers there"
 
     def look_at_connection(self) -> None:
-        """Raise ConnectionError if the connection has ended, or cannot be made."""
+        """Raise ConnectionError if the connection has ended or cannot be made."""
         events, now = self.events(), time.monotonic()
         self._connected |= bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
@@ -133,8 +133,8 @@ class ZmqChannel(ZmqSocket):
 class ZmqListener(ZmqSocket):
     """The socket at which an R-worker accepts S-workers one at a time, or an S-worker the JOINs of R-workers.
 
-    It answers heartbeats. Once a connection has sent some, it ends after the time named in them without another one.
-    While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
+    It answers heartbeats. Each heartbeat names a time; if no other one follows within it, the connection ends. While
+    one peer is served, ``on_stranger`` is called for every other peer that sends a message.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ZmqListener(ZmqSocket):
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel | None:
-        """Return the channel to the sender of the next message, which it receives first; None without a message."""
+        """Return a channel to the sender of the next message; None without one. The channel receives that message."""
         try:
             identity = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -184,8 +184,8 @@ class ZmqListener(ZmqSocket):
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
         """Send one message to the peer with ``identity``. Raise ConnectionError if it is gone.
 
-        A message without room is dropped, unless ``waits`` is set: then ConnectionError is raised if no room comes in
-        time.
+        If the peer's queue is full, the message is dropped. With ``waits``, wait for room instead, and raise
+        ConnectionError if there is none in time.
         """
         try:
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)
@@ -196,7 +196,7 @@ class ZmqListener(ZmqSocket):
             raise ConnectionError(error.strerror) from None
 
     def reaches(self, identity: bytes) -> bool:
-        """Return whether the peer with this name is there. It gets an empty message, which has no meaning."""
+        """Return whether the peer ``identity`` is connected, by sending it an empty message, which it ignores."""
         try:
             self.send_to(identity, [b""], waits=False)
         except ConnectionError:
@@ -206,7 +206,7 @@ class ZmqListener(ZmqSocket):
     def look_at_connections(self) -> bool:
         """Return whether a connection has ended since the last call.
 
-        It logs once that a peer without the key, or with another security level, has tried to connect, or may have.
+        The listener logs once if a peer without the key, or with another security level, may have tried to connect.
         """
         events = self.events()
         new = events & FAILED & ~self._told
@@ -229,7 +229,7 @@ class ZmqListener(ZmqSocket):
         super().close()
 
     def _authenticate(self, secret: bytes, role: str) -> None:
-        """Accept only peers with the other role's key. A peer that does not know this role's key cannot connect."""
+        """Make the socket accept only peers with the other role's key. A peer must also know this role's key."""
         accepted = use_curve(self.socket, secret, role)
         self.socket.curve_server = True
         zap_domain = "fastdecode"

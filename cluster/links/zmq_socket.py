@@ -1,4 +1,4 @@
-"""A ZeroMQ socket of either end: its limits, keys and heartbeats, and reading a message part by part."""
+"""The ZeroMQ socket of both ends: its limits, keys and heartbeats, and reading a message part by part."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
-"""How long an R-worker waits for an S-worker without heartbeats. Meanwhile it serves no other S-worker."""
+"""Seconds that an R-worker waits for an S-worker that sends no heartbeats, and serves no other S-worker meanwhile."""
 
 MAX_QUEUED = 256
-"""Most queued messages to one peer, or from one to a listener, mostly parts of a few hundred KiB.
+"""Most queued messages to one peer, or from one peer to a listener. Most messages are a few hundred KiB.
 
-On a connecting side messages are answers, so its queue needs no limit: it is as long as the requests.
+The connecting side receives only answers. So its receive queue needs no limit: it has at most one message per request.
 """
 
 UNLIKE = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""Events of two ends that do not agree on a key. A connection that ends earlier may be a port probe."""
+"""Connection events that show that the ends do not agree on a key. A port probe ends before such an event."""
 
 FAILED = UNLIKE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class ZmqSocket:
-    """What both ends share: limits, a monitor of connections, and reading a message part by part.
+    """The base of both ends' sockets: limits, a monitor of connections, and reading a message part by part.
 
     libzmq 4.3.5 stops reading from a peer whose queue is full. It aborts the process (an assertion in ``out_event``) if
     that peer ends and the next heartbeat is due. So a socket either sends no heartbeats itself, or its queue has no
@@ -55,7 +55,7 @@ class ZmqSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def poll(self, timeout_seconds: float) -> bool:
-        """Return whether a message is there; connection events end the wait early."""
+        """Wait for a message; return whether one is there. Connection events end the wait early."""
         return self.socket in dict(self._poller.poll(math.ceil(timeout_seconds * 1000)))
 
     def events(self) -> int:
@@ -73,7 +73,7 @@ class ZmqSocket:
     def read_part(self, num_bytes: int) -> memoryview:
         """Return the message's next part in place, read-only.
 
-        Raise FrameError unless it has that length.
+        Raise FrameError unless the part has ``num_bytes`` bytes.
         """
         part = self.socket.recv(copy=False).buffer if self.more else memoryview(b"")
         if part.nbytes != num_bytes:
@@ -95,9 +95,9 @@ class ZmqSocket:
         return bool(self.socket.getsockopt(zmq.RCVMORE))
 
     def send_message(self, parts: Sequence[Any], flags: int = 0) -> None:
-        """Send one message, large parts without a copy.
+        """Send ``parts`` as one message; large parts are not copied.
 
-        If Ctrl-C interrupts it, it is ended, so that the next one is whole.
+        If Ctrl-C interrupts the sending, the message is ended early, so that the next message is whole.
         """
         try:
             for part in parts[:-1]:
@@ -141,7 +141,7 @@ class Beats:
 
 
 def beats_name(epoch: int) -> bytes:
-    """Return the name under which the R-worker's socket knows a session's ``Beats``."""
+    """Return the ZeroMQ identity that the heartbeat connection of the session ``epoch`` uses (``Beats``)."""
     return b"beats " + epoch.to_bytes(8, "little")
 
 
@@ -151,8 +151,8 @@ def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds
     This end closes the connection after ``silence_seconds`` without a sign of life, the other end after
     ``patience_seconds``.
     """
-    # Seconds between heartbeats. A silent peer is noticed up to so much later than its limit, which counts from the
-    # next heartbeat.
+    # Seconds between heartbeats. The limit counts from the next heartbeat, so a silent peer may be noticed this much
+    # later.
     heartbeat_seconds = 0.1
     socket.heartbeat_ivl = int(heartbeat_seconds * 1000)
     socket.heartbeat_timeout = int(silence_seconds * 1000)
@@ -160,7 +160,7 @@ def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds
 
 
 def use_curve(socket: zmq.Socket, secret: bytes, role: str) -> bytes:
-    """Give ``socket`` the key pair of ``role``; return the public key of the other role, in Z85."""
+    """Give ``socket`` the CURVE key pair of ``role``; return the public key of the other role, in Z85 text."""
     if not zmq.has("curve"):
         raise BackendError("this build of libzmq has no CURVE, and a key file needs it: install pyzmq from its wheel")
     other = R_WORKER if role == S_WORKER else S_WORKER

@@ -1,1 +1,1 @@
-"""The S-worker's side of R-workers: one attention backend over R-workers of any kind, and a client for each."""
+"""The S-worker's side of R-workers: one attention backend over all R-workers, and a client for each R-worker."""

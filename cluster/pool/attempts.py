@@ -17,18 +17,18 @@ class _Failures:
 
 
 class Attempts:
-    """Addresses at which an attempt failed; the latest are ``remembered``. Any thread may use it."""
+    """Failed attempts by address; the latest ``remembered`` addresses are kept. Any thread may use this object."""
 
     def __init__(self) -> None:
         self.remembered: OrderedDict[str, _Failures] = OrderedDict()
 
     def may_try(self, address: str) -> bool:
-        """Return False for a while after a failure."""
+        """Return whether the R-worker at ``address`` may be tried now; False for a while after a failure there."""
         failures = self.remembered.get(address)
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
-        """Record a failure; return True if ``reason`` is new for this address, and so worth logging."""
+        """Record a failure at ``address``; return True if ``reason`` is new there, and so worth logging."""
         failures = self.remembered.pop(address, None) or _Failures()
         # First and longest delay after a failed attempt at the same address; it doubles each time
         first_seconds, most_seconds = 1.0, 30.0

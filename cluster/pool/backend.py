@@ -1,4 +1,4 @@
-"""The pool: one attention backend over R-workers of any kind. It scatters q, k, v and gathers o."""
+"""The pool: one attention backend over R-workers of any kind. It sends each its rows of q, k, v, and gathers o."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastdecode.core.types import StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
-"""Errors of a ``PoolWorker``: a refusal, or its loss."""
+"""Errors that a ``PoolWorker`` raises: for a refused request (the first two), or for a lost R-worker."""
 
 Answer = TypeVar("Answer")
 
@@ -122,9 +122,9 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """Give R-worker ``index`` for a request; ``what`` names it in errors.
+        """Yield R-worker ``index`` for a request within the context; ``what`` names the request in errors.
 
-        Raise BackendError if there is no such R-worker, or it refuses.
+        Raise BackendError if there is no such R-worker, or the R-worker refuses the request.
         """
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
@@ -134,7 +134,7 @@ class PoolBackend(PoolMembers):
             raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
 
     def _ask_to_weigh(self, asked: Sequence[Weighing]) -> list[np.ndarray | None]:
-        """Return the R-workers' answers in order; None for one that is lost."""
+        """Send each question to its R-worker; return the answers in order, None for a lost R-worker."""
         answers: list[np.ndarray | None] = [None] * len(asked)
         for turn in in_turns(asked):
             waits = [(at, self._unless_lost(asked[at].part.worker, methodcaller("weigh", asked[at]))) for at in turn]
@@ -144,7 +144,7 @@ class PoolBackend(PoolMembers):
         return answers
 
     def _unless_lost(self, index: int, ask: Callable[[PoolWorker], Answer]) -> Answer | None:
-        """Return the answer of worker ``index``; None if it is lost."""
+        """Return the result of ``ask`` with worker ``index``; None if the worker is lost."""
         if isinstance(self.workers[index], LostWorker):
             return None
         try:
@@ -161,10 +161,10 @@ class PoolBackend(PoolMembers):
             return True
 
     def _failed(self, index: int, refused: str, error: Exception) -> None:
-        """Continue without worker ``index`` if ``error`` says that it is lost; its rows then read zeros.
+        """Handle ``error`` of worker ``index``: if the worker is lost, continue without it; its rows of o become zeros.
 
-        Raise BackendError if it refused ``refused``. Raise WorkerLostError if it was the last, or NoRWorkerError if one
-        may come.
+        Raise BackendError if the worker refused the request ``refused``. Raise WorkerLostError if no worker is left, or
+        NoRWorkerError if another may join.
         """
         if not isinstance(error, WorkerLostError):
             raise _refusal(self.workers[index], refused, error) from error
@@ -179,12 +179,12 @@ class PoolBackend(PoolMembers):
             rows.lose(index)
 
     def _report(self, index: int) -> WorkerReport:
-        """Return worker ``index``'s report on the step; an empty one if it is lost."""
+        """Return worker ``index``'s report on the step; an empty report if the worker is lost."""
         try:
             times = self.workers[index].ended()
         except FAILURES as error:
             self._failed(index, "the end of the step", error)
-            times = self.workers[index].ended()  # of the LostWorker in its place
+            times = self.workers[index].ended()  # the empty report of its ``LostWorker``
         if times.leaving and self._newcomers:
             self._newcomers.asks_to_leave(self.workers[index].name)
         num_blocks = self._blocks[index][0]
@@ -194,7 +194,7 @@ class PoolBackend(PoolMembers):
 
 
 def _answered(wait: Callable[[], np.ndarray], worker: PoolWorker) -> np.ndarray:
-    """Return the answer that ``worker`` owes."""
+    """Call ``wait`` and return the attention weights that ``worker`` answers."""
     return wait()
 
 
@@ -203,7 +203,7 @@ def _refusal(worker: PoolWorker, what: str, error: Exception) -> BackendError:
 
 
 class PoolParks:
-    """The ``Parks`` of a pool's R-workers."""
+    """Implements ``Parks``, parking of prefixes on disks, over a pool's R-workers."""
 
     def __init__(self, pool: PoolBackend) -> None:
         self._pool = pool

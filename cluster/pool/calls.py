@@ -31,14 +31,14 @@ TICK_SECONDS = 0.05
 """Seconds between checks of the connection while the S-worker waits."""
 
 ANSWER_SECONDS = 120.0
-"""Most seconds for any other answer. An answer takes under a millisecond, unless the machine stalls."""
+"""Most seconds for an answer, by default. An answer takes under a millisecond, unless the machine stalls."""
 
 
 class Calls:
     """Requests over one R-worker's link. Once it is lost, every call raises WorkerLostError with the worker's name.
 
-    ``link``: None before it is set, and after it is closed. ``lost``: why no call is answered any more, or "".
-    ``owed``: receives an answer that was not waited for, before anything else is sent.
+    ``link``: None before it is set, and after it is closed. ``lost``: why calls are no longer answered, or "".
+    ``owed``: called before the next request is sent; receives an answer that nobody has waited for yet.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,13 +59,13 @@ class Calls:
         most_bytes: int = FRAME_LIMIT,
         spins: bool = True,
     ) -> Answer:
-        """Send ``kind`` with ``body``; return ``decode`` of the body of the ``answer``. ``spins``: see ``answer``."""
+        """Send a frame of ``kind``; wait for frame ``answer``; return its decoded body. ``spins``: see ``answer``."""
         self.send(kind, body)
         with self.losses:
             return decode(self.body(self.answer(answer, spins=spins), most_bytes))
 
     def close(self, farewell: bool = True) -> None:
-        """Close the link, after a farewell message if the other side is there; may be called twice."""
+        """Send BYE, if ``farewell`` is set and the R-worker is there, and close the link; may be called twice."""
         link, self.link = self.link, None
         if link is None:
             return
@@ -73,7 +73,7 @@ class Calls:
             if farewell and not self.lost:
                 link.send(Kind.BYE)
         except ConnectionError:
-            pass  # it is gone already
+            pass  # the R-worker is gone already
         finally:
             link.close()
 
@@ -103,13 +103,13 @@ class Calls:
                 error, message = decode_refusal(self.body(frame, MAX_JSON_BYTES))
             refusal = _refusal(self.name, error, message)
             if isinstance(refusal, SupersededError):
-                self.lost = str(refusal)  # it answers no more
+                self.lost = str(refusal)  # the R-worker has ended the session
             if self.lost or not discard:
                 raise refusal
         return frame
 
     def ping(self) -> float:
-        """Return the worker's clock in seconds."""
+        """Ask the R-worker for its clock; return the clock's time in seconds."""
         self.send(Kind.PING)
         return float(self.number(self.answer(Kind.PONG), CLOCK))
 
@@ -124,7 +124,7 @@ class Calls:
             return link.body(frame, *most_bytes)
 
     def number(self, frame: Frame, form: struct.Struct) -> Any:
-        """Return the number in ``frame``, which is packed as ``form``."""
+        """Return the number in the body of ``frame``, packed as ``form``."""
         try:
             (number,) = form.unpack(self.body(frame, form.size))
         except struct.error:
@@ -164,7 +164,7 @@ class _Losses:
 
 
 def _refusal(name: str, error: str, message: str) -> Exception:
-    """Return the error that stands for R-worker ``name``'s refusal with ``error``."""
+    """Return an exception for a refusal by R-worker ``name``: its kind by ``error``, its text from ``message``."""
     if error == "capacity":
         return CapacityError(f"R-worker {name}: {message}")
     if error == "busy":

@@ -1,4 +1,4 @@
-"""The disks of a pool's R-workers, for the engine."""
+"""Lets the engine park prefixes on the disks of a pool's R-workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Disk(Protocol):
-    """One R-worker's disk. Its methods are those of ``Parks``, its errors those of ``PoolWorker``."""
+    """One R-worker's disk for parked prefixes: the methods of ``Parks``, with the errors of ``PoolWorker``."""
 
     def chains(self, model: str) -> list[Chain]: ...
 
@@ -31,7 +31,7 @@ class Disk(Protocol):
 
 
 class RemoteDisk:
-    """The ``Disk`` of a worker in another process."""
+    """The ``Disk`` of an R-worker in another process."""
 
     def __init__(self, calls: Calls, block_size: int) -> None:
         self._calls, self._block_size = calls, block_size

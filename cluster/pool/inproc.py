@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class InprocWorker(PoolWorker):
-    """A ``PoolWorker`` over a C++ R-worker in this process, with its own threads. It answers every request at once.
+    """A ``PoolWorker`` over a C++ R-worker in this process, with its own threads. It answers requests at once.
 
     With ``waits_working`` and one mini-batch per step, the S-worker's thread attends in ``wait``, in place of the
-    R-worker's first thread. It would only sleep otherwise, and each hand-over between threads on shared cores takes
-    some 0.1 ms. Also, torch's threads start slowly after their caller has slept.
+    R-worker's first thread. The S-worker's thread would only sleep otherwise, and each hand-over between threads on
+    shared cores takes some 0.1 ms. Also, torch's threads start slowly after their caller has slept.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class InprocWorker(PoolWorker):
     ) -> None:
         """``own_cores``: the S-worker does not run on this worker's cores.
 
-        ``security``: of its KV port. ``park``: where it parks.
+        ``security``: for this worker's KV port. ``park``: the folder for its parked prefixes; None for no parking.
         """
         self.name = name
         self._park = ParkDirectory(park) if park else None
@@ -93,7 +93,7 @@ class InprocWorker(PoolWorker):
             self._open.submit(mini_batch, layer, *arrays)
 
     def ready(self, mini_batch: int) -> bool:
-        """See ``PoolWorker.ready``. Work postponed to ``wait`` is ready, since waiting would not advance it."""
+        """See ``PoolWorker.ready``. A layer that ``wait`` computes itself counts as ready."""
         return self._postponed is not None or self._open.ready(mini_batch)
 
     def wait(self, mini_batch: int) -> None:
@@ -162,7 +162,7 @@ class InprocBackend(PoolBackend):
     ) -> None:
         """``own_cores``: the S-worker does not run on the cores of ``sizes``.
 
-        ``security``: of their KV ports. ``park``: where they park, each in its own folder.
+        ``security``: for the R-workers' KV ports. ``park``: where each gets its own folder for parked prefixes.
         """
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(

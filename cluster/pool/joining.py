@@ -1,4 +1,4 @@
-"""The listener of a running job for R-workers that join; they ask by ``r_worker/joiner.py``."""
+"""The listener at which R-workers join a running job. They send JOINs by ``r_worker/joiner.py``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fastdecode.core.errors import FastDecodeError, FrameError
 from fastdecode.kinds.layout import KVLayout
 
 DISMISSED_SECONDS = 10.0
-"""A dismissed R-worker that has not asked for so long has ended.
+"""Seconds without a JOIN after which a dismissed R-worker counts as ended.
 
-A later request from its address is from another one.
+A later JOIN from its address comes from another R-worker.
 """
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class JoinListener:
     """Reads the addresses that R-workers send, and connects to each in its own thread, so that no step waits.
 
     It does not connect again to an R-worker in the pool, nor to a dismissed one that keeps asking, but it does to a
-    lost one. ``dismissed_at``: by address, when it was dismissed or last asked, in seconds. Addresses of prefill
-    workers go to ``invite_prefill_worker``; None if they are not wanted.
+    lost one. ``dismissed_at``: by address, the time in seconds of the R-worker's dismissal or latest JOIN.
+    ``invite_prefill_worker``: called with addresses of prefill workers; None if they are not wanted.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:
@@ -54,11 +54,11 @@ class JoinListener:
         return self._listener.address.removeprefix("tcp://")
 
     def open(self, layout: KVLayout) -> None:
-        """Open joining R-workers for ``layout`` from now on."""
+        """From now on, open caches for ``layout`` on R-workers that join."""
         self._layout = layout
 
     def joined(self) -> list[Joined]:
-        """Return the R-workers that became ready since the last call; never waits."""
+        """Return the R-workers that have joined and opened their caches since the last call; never waits."""
         most_join_bytes = 1 << 12
         # Most JOINs read between two steps, so that a flood of them does not delay the job
         most_at_once = 64
@@ -74,7 +74,7 @@ class JoinListener:
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
-        self._forget_silent()  # after reading JOINs that may have waited here for long
+        self._forget_silent()  # after all JOINs that wait in the queue were read
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
     def forget(self, address: str) -> None:
@@ -116,7 +116,7 @@ class JoinListener:
                 raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")
             self.invite_prefill_worker(address)
             return
-        # Most remembered addresses. JOINs cost their sender nothing, so their number must be limited here.
+        # Most remembered addresses. JOINs cost their sender nothing, so the number of addresses must be limited.
         most_addresses = 4096
         if len(self._known) >= most_addresses:
             raise FrameError(f"{most_addresses} R-workers have joined already")

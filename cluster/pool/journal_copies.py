@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 class JournalCopies:
     """A ``fastdecode.journal.places.Place`` on R-workers of ``pool``, on two hosts if there are two.
 
-    If one is lost, another R-worker gets all of it, from the copy here, before anything more is written.
+    If one of the two is lost, another R-worker gets the whole journal, from this process's copy, before the next write.
     """
 
     name = "R-workers"
     growth_bytes = 1 << 24
     most_bytes: float = MOST_JOURNAL_BYTES
     is_own = True
-    """A superseded S-worker gets a SupersededError, whatever it writes."""
+    """True: no other engine can write here, since a superseded S-worker gets a SupersededError."""
 
     def __init__(self, pool: PoolBackend) -> None:
         self._pool = pool
@@ -38,7 +38,7 @@ class JournalCopies:
         self._was_kept = False
 
     def copies(self) -> list[bytes]:
-        """Return each R-worker's copy; one that is lost meanwhile has none."""
+        """Return the journal's copy of each R-worker that has one and is not lost."""
         found = []
         for journal in self._able():
             try:
@@ -71,7 +71,7 @@ class JournalCopies:
 
     @interrupts_deferred()
     def end(self, data: bytes) -> None:
-        """Free it everywhere, including older copies, since R-workers keep no session without a journal."""
+        """Free all copies of the journal, older ones too. R-workers keep no session without a journal."""
         self._holders = _told(self._able(), 0, b"")
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class JournalCopies:
         return [worker.journal for worker in self._pool.workers if worker.journal and worker.journal.is_there]
 
     def _spread(self) -> None:
-        """Copy it to R-workers until ``COPIES`` have it, or no other R-worker is left."""
+        """Copy the journal to more R-workers until ``COPIES`` of them have it, or no other R-worker is left."""
         others = [] if len(self._holders) >= COPIES else [each for each in self._able() if each not in self._holders]
         while len(self._holders) < COPIES and others:
             hosts = {each.host for each in self._holders}
@@ -99,7 +99,7 @@ class JournalCopies:
 
 
 def _told(journals: Iterable[RemoteJournal], start: int, data: bytes) -> list[RemoteJournal]:
-    """Return those of ``journals`` that now have ``data``; one whose R-worker is lost is left out."""
+    """Write ``data`` at byte ``start`` of all ``journals``; return the journals whose R-workers are not lost."""
     sent = [journal for journal in journals if _did(journal.record, start, data)]
     return [journal for journal in sent if _did(journal.recorded)]
 

@@ -1,4 +1,4 @@
-"""R-workers of a pool as they come and go: opened, joined, returned, dismissed and lost."""
+"""The R-workers of a pool: opens, admits, dismisses and replaces them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class PoolMembers:
         self.join_listener, self._newcomers = listener, Newcomers(listener)
 
     def take_back(self) -> None:
-        """Let lost R-workers return if they can. Call it before ``open``."""
+        """Reconnect to lost R-workers that can return, from now on. Call this before ``open``."""
         self._takes_back = True
 
     def keep_states(self, keeper: StateKeeper) -> None:
-        """Let ``keeper`` keep sequences' states beside their R-workers. Call it before ``open``."""
+        """Let ``keeper`` keep recurrent states in this process, one cache per R-worker. Call this before ``open``."""
         self._keeper = keeper
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
@@ -77,7 +77,7 @@ class PoolMembers:
         return infos
 
     def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
-        """Return the open ``worker`` and its description; the pair with states if they are kept here."""
+        """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
         if not self._keeper or not self._parts:
             return worker, info
         return self._keeper.pair(worker, self._parts), paired_info(info)
@@ -87,18 +87,18 @@ class PoolMembers:
         self.close()
 
     def _open_all(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Open all R-workers at once; return their descriptions."""
+        """Open all R-workers of the pool concurrently; return their descriptions."""
         return self._open_some(list(self.workers), layout)
 
     def _open_some(self, workers: Sequence[PoolWorker], layout: KVLayout) -> list[RWorkerInfo]:
-        """Open ``workers`` at once; return the descriptions of those that are not lost."""
+        """Open ``workers`` concurrently; return the descriptions of the workers that are not lost."""
         for worker in workers:
             with contextlib.suppress(WorkerLostError):  # ``opened`` raises it again
                 worker.open(layout)
         return [info for worker in workers if (info := self._opened(worker))]
 
     def _opened(self, worker: PoolWorker) -> RWorkerInfo | None:
-        """Return the description of ``worker``; None if it is lost and the others continue."""
+        """Wait until ``worker`` is open; return its description. None if it is lost and the pool opens without it."""
         try:
             return worker.opened()
         except WorkerLostError as error:
@@ -115,7 +115,7 @@ class PoolMembers:
         return self._takes_back and self._anew(worker, False) is not None
 
     def _expect(self, gone: PoolWorker) -> None:
-        """Expect the lost ``gone`` back, if it can return."""
+        """Try to open the lost worker ``gone`` again in the background, if it can return."""
         gone = gone.r_worker if isinstance(gone, StatePair) else gone
         if self._takes_back and (make := self._anew(gone, self._is_empty)):
             self._returns = self._returns or Returns(self._told)
@@ -123,7 +123,7 @@ class PoolMembers:
 
     @property
     def num_newcomers(self) -> int:
-        """R-workers that have joined and are not admitted yet."""
+        """Number of R-workers that have joined and are not admitted yet."""
         return self._newcomers.num_waiting if self._newcomers else 0
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
@@ -150,7 +150,7 @@ class PoolMembers:
             self._newcomers.dismiss(name)
 
     def give_up(self, worker: int) -> None:
-        """Drop R-worker ``worker`` and what it holds; it may join again."""
+        """Drop R-worker ``worker`` and its cached sequences; it may join again."""
         if isinstance(self.workers[worker], LostWorker):
             return
         name = self._replace(worker)
@@ -160,7 +160,7 @@ class PoolMembers:
     def break_off(self) -> None:
         """Leave the R-workers as if this process were killed.
 
-        So they keep what they hold for the next S-worker.
+        So they keep their cached sequences for the next S-worker.
         """
         for worker in self.workers:
             worker.break_off()
@@ -184,14 +184,14 @@ class PoolMembers:
         return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
-        """Return the error that no R-worker is left: a NoRWorkerError if one may come."""
+        """Return the error for a pool without R-workers: a NoRWorkerError if another may join or return."""
         may_come = self._takes_back and (self._newcomers or self._returns)
         return NoRWorkerError(message) if may_come else WorkerLostError(message)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return a function that makes the lost R-worker ``gone`` again; None if it asks to join by itself.
+        """Return a function that makes a new client of the lost R-worker ``gone``; None if ``gone`` joins by itself.
 
-        Its result is opened until it answers.
+        The caller opens the new client repeatedly, until the R-worker answers.
         """
         return None
 

@@ -14,7 +14,7 @@ from fastdecode.cluster.pool.remote import RemoteWorker
 
 
 class MpiBackend(PoolBackend):
-    """An ``AttentionBackend`` over the other ranks of this job."""
+    """An ``AttentionBackend`` over the R-workers among the other ranks of this MPI job."""
 
     def __init__(self, block_size: int) -> None:
         rank = join_as_s_worker()

@@ -1,4 +1,4 @@
-"""Waiting R-workers: lost ones that return, and new ones that have joined."""
+"""R-workers that wait for the pool to admit them: lost ones that return, and new ones that have joined."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Returns:
-    """Lost R-workers that do not ask to join. A thread opens each again until it answers."""
+    """Lost R-workers that send no JOIN. For each, a thread tries to open it until it answers."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -29,20 +29,20 @@ class Returns:
         self._superseded: SupersededError | None = None
 
     def expect(self, make: Callable[[], RemoteWorker]) -> None:
-        """Open ``make()`` repeatedly from now on, in a thread; never waits."""
+        """Start a thread that opens ``make()``, a new client, repeatedly until its R-worker answers; never waits."""
         threading.Thread(target=self._await, args=(make,), name="return", daemon=True).start()
 
     def take(self) -> list[Joined]:
-        """Return those that have returned since the last call.
+        """Return the R-workers that have returned since the last call.
 
-        Raise SupersededError if one serves the next S-worker.
+        Raise SupersededError if one of them already serves a newer S-worker of this session.
         """
         if self._superseded:
             raise self._superseded
         return [self._returned.get() for _ in range(self._returned.qsize())]
 
     def close(self) -> None:
-        """Stop, and close those that nobody took; may be called twice."""
+        """Stop all threads, and close returned R-workers that ``take`` has not returned; may be called twice."""
         self._is_closed.set()
         self._superseded = None
         for joined in self.take():
@@ -80,17 +80,17 @@ class Newcomers:
         self._asked_to_leave: set[str] = set()
 
     def open(self, layout: KVLayout) -> None:
-        """Open joining R-workers for ``layout`` from now on."""
+        """From now on, open caches for ``layout`` on R-workers that join."""
         self._listener.open(layout)
 
     @property
     def num_waiting(self) -> int:
-        """R-workers that have joined and are not admitted yet; never waits."""
+        """Number of R-workers that have joined and are not admitted yet; never waits."""
         self._waiting += self._listener.joined()
         return len(self._waiting)
 
     def take(self, most: int | None = None) -> list[Joined]:
-        """Return the first ``most`` of the waiting R-workers; None for all."""
+        """Remove and return the first ``most`` waiting R-workers; all if ``most`` is None."""
         count = self.num_waiting if most is None else most
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return taken

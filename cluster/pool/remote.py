@@ -53,7 +53,7 @@ OPEN_SECONDS = 30.0
 """Most seconds from HELLO to WELCOME. A running R-worker answers in milliseconds, a starting one in seconds."""
 
 TAKE_SECONDS = 5.0
-"""How long to ask for a named session that another S-worker has. A silent one loses it in less time."""
+"""Seconds for which to ask for a named session of another S-worker. A silent S-worker loses it in less time."""
 
 
 class RemoteWorker(PoolWorker):
@@ -89,7 +89,7 @@ class RemoteWorker(PoolWorker):
         return self.calls.link
 
     def anew(self) -> RemoteWorker:
-        """Return a worker of the same name that connects or starts its process as this one did."""
+        """Return a new, unopened client of the same R-worker, which connects or starts a process as this one did."""
         lease = self._lease and msgspec.structs.replace(self._lease, follows="", any_run=False, waits=False)
         return RemoteWorker(self.name, self._connect, self._block_size, lease)
 
@@ -119,15 +119,15 @@ class RemoteWorker(PoolWorker):
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
-        """Return the WELCOME frame.
+        """Wait for the R-worker's WELCOME frame until ``deadline``; return the frame.
 
-        If the session's S-worker is still served, it may be silent; so ask again for a while.
+        If the R-worker still serves the session's previous S-worker, ask again for a while: that S-worker may be gone.
         """
         retry_seconds = 0.3
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
-            except ValueError as refusal:  # of the settings; nothing else is under way yet
+            except ValueError as refusal:  # a refusal of the settings, since nothing else was sent yet
                 raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
             except BusyError:
                 if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
@@ -137,14 +137,14 @@ class RemoteWorker(PoolWorker):
             self.open(self._layout)
 
     def _send_weights(self) -> None:
-        """Send K and V of latent layers to an R-worker that multiplies with them, one piece at a time."""
+        """Send the K and V projections of latent layers to the R-worker if it multiplies with them, piece by piece."""
         for layer, first, rows in self._layout.weight_parts():
             with self.calls.losses as link:
                 link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
             self.calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
-        """Return what the R-worker holds of the continued session, and adopt its epoch."""
+        """Adopt the lease's epoch from ``welcome``; return the sequences that the R-worker kept of the last session."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
             raise self.calls.lose("it serves a named session that was not asked for, or none")
         if self._lease is not None:
@@ -227,7 +227,7 @@ class RemoteWorker(PoolWorker):
 
     @interrupts_deferred()
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        if num_tokens is not None and num_tokens < 0:  # it would ask for all tokens that follow
+        if num_tokens is not None and num_tokens < 0:  # on the wire, -1 asks for all tokens that follow
             raise ValueError(f"export: {num_tokens} tokens from token {start} on; num_tokens must not be negative")
         self.calls.send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self.calls.number(self.calls.answer(Kind.EXPORTED), NUM_BYTES)
@@ -269,7 +269,7 @@ class RemoteWorker(PoolWorker):
         self.calls.close()
 
     def _take(self, timeout_seconds: float) -> bool:
-        """Receive one o, if it comes in time, into its mini-batch's array."""
+        """Receive one layer's o into its mini-batch's array; return False if none arrives in time."""
         frame = self.calls.next(timeout_seconds)
         if frame is None:
             return False

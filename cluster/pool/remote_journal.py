@@ -1,4 +1,4 @@
-"""The S-worker's end of a journal that an R-worker keeps."""
+"""The S-worker's client of a session journal in an R-worker's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.cluster.wire.messages import NUM_BYTES
 class RemoteJournal:
     """A session's journal in the memory of an R-worker in another process. Errors are those of ``PoolWorker``.
 
-    ``name``: of the R-worker. ``host``: its machine as in ``RWorkerInfo``; "" before it is open.
+    ``name``: the R-worker's name. ``host``: its machine as in ``RWorkerInfo``; "" before the R-worker is open.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -21,13 +21,13 @@ class RemoteJournal:
 
     @property
     def is_there(self) -> bool:
-        """True if this side knows its R-worker as neither closed nor lost."""
+        """True if the R-worker's link is open and the R-worker is not known to be lost."""
         return self._calls.link is not None and not self._calls.lost
 
     def record(self, start: int, data: bytes) -> None:
         """Send bytes of the journal from byte ``start`` on; call ``recorded`` next.
 
-        ``start`` is its end, or 0 to replace it.
+        ``start`` is the journal's present length, or 0 to replace the journal.
         """
         self._calls.send(Kind.RECORD, FIRST_BYTE.pack(start), data)
         self._num_bytes = start + len(data)
@@ -43,5 +43,5 @@ class RemoteJournal:
             raise self._calls.lose(f"it has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
 
     def recall(self) -> bytes:
-        """Return the R-worker's copy of the journal; empty if there is none."""
+        """Return the journal's bytes from the R-worker; empty if it has no journal."""
         return self._calls.ask(Kind.RECALL, b"", Kind.RECALLED, bytes, MOST_JOURNAL_BYTES)

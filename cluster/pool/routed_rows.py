@@ -22,9 +22,9 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None
 
 
 class _Share(NamedTuple):
-    """One R-worker's part of layers of one shape: its rows of q, k and v, and where its answer goes.
+    """One R-worker's rows of q, k and v in layers of one shape, and the memory for its o and partial results.
 
-    ``in_place``: its rows are consecutive, so that none is copied.
+    ``in_place``: the R-worker's rows are consecutive in the mini-batch, so none is copied.
     """
 
     worker: int
@@ -38,8 +38,8 @@ class _Share(NamedTuple):
 class RoutedRows:
     """One mini-batch in a step: splits q, k, v by R-worker, layer by layer, and assembles o.
 
-    ``busy``: the R-workers with rows in it. ``layer``: the last one scattered, None before the first. Layers of the
-    same shape share their arrays.
+    ``busy``: the R-workers with rows in this mini-batch. ``layer``: the last layer scattered, None before the first.
+    Layers of the same shape share their arrays.
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
@@ -53,7 +53,7 @@ class RoutedRows:
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
     def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
-        """Yield each busy R-worker with its part of q, k, v, of o and of partial results.
+        """Yield (R-worker index, its rows of q, k, v, o and partial results) for each busy R-worker.
 
         q, k, v are as in ``AttentionBackend.submit``.
         """
@@ -70,9 +70,9 @@ class RoutedRows:
                 yield worker, (own_q, own_k, self._take("v", worker, v, kv_rows), o, partials)
 
     def gather(self, isa: str) -> np.ndarray:
-        """Return o of the scattered layer, once every busy R-worker has answered; valid until the next ``scatter``.
+        """Return the scattered layer's o. Call this once all busy R-workers have answered; valid until ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``. Those of an index layer are for ``picks``.
+        Partial results are merged in the arithmetic of ``isa``. An index layer's are not merged, but read by ``picks``.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
@@ -83,10 +83,10 @@ class RoutedRows:
         return self._o
 
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """After ``gather`` of an index layer, yield each R-worker with ranges, and its counts of picked tokens.
+        """After ``gather`` of an index layer, yield (index, counts of picked tokens) of R-workers with partial results.
 
-        The counts tell how many of the ranked tokens are picked: int32 [rows of partial results, heads that pick]. Of
-        equal scores, earlier tokens win.
+        A count says how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
+        that pick]. Among equal scores, earlier tokens win.
         """
         if not (self._spec and self._spec.ranks_tokens):
             return
@@ -98,7 +98,7 @@ class RoutedRows:
                     yield worker, counts
 
     def lose(self, worker: int) -> None:
-        """Read zeros from now on for rows of o in which the lost R-worker ``worker`` has a part."""
+        """From now on, set rows of o to zero if the lost R-worker ``worker`` computes any part of them."""
         gone = self._merge.with_part_of(worker)
         merged = self._merge.merged[gone]
         ends = merged["row"] + merged["num_rows"]
@@ -112,7 +112,7 @@ class RoutedRows:
 
     @property
     def _spec(self) -> Layer | None:
-        """The layer that was scattered last."""
+        """The description of the layer that was scattered last."""
         return None if self.layer is None else self._layout.layers[self.layer]
 
     def _make_shares(
@@ -128,16 +128,16 @@ class RoutedRows:
         return o, shares
 
     def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
-        """Return ``rows`` of ``array``, copied unless they follow one another."""
+        """Return the rows ``rows`` of ``array``: a view if they are consecutive, else a copy in reused memory."""
         if isinstance(rows, slice):
             return array[rows]
         shape = len(rows), *array.shape[1:]
         if (key := (name, worker, shape)) not in self._taken:
             self._taken[key] = np.empty(shape, array.dtype)
-        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # which needs no copy in between
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # "clip" writes to ``out`` directly
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
-        """Return every R-worker's partial results of ``spec``, the scattered layer."""
+        """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
         found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
         for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
             if share.partials is not None:
@@ -153,12 +153,12 @@ def _as_table(records: np.ndarray) -> np.ndarray:
 def transfer_seconds(
     submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
 ) -> float:
-    """Return the seconds of transfer to and from a worker, without time in its queue.
+    """Return the seconds in which data was under way to and from a worker, without time in the worker's queue.
 
     They are Σ (busy start − the later of submit and the previous call's end), plus the time from busy end to arrival.
     All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
-    one after another, so a call waits for the previous one, which is not transfer. ``arrived``: when o came if the
-    S-worker was waiting for it, else 0; other returns cost no time and do not count.
+    one after another, so a call waits for the previous one, which is not transfer. ``arrived``: the time at which o
+    arrived if the S-worker was waiting for it, else 0. An o that nobody waits for costs no time.
     """
     ran = busy_end > 0
     order = np.argsort(busy_start[ran])

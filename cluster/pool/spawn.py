@@ -36,9 +36,9 @@ class SpawnBackend(PoolBackend):
         silence_seconds: float = SILENCE_SECONDS,
         park: ParkPlace | None = None,
     ) -> None:
-        """``key_file``, ``security`` (see ``TcpBackend``): of their KV ports, if the layout asks for some.
+        """``key_file``, ``security`` (see ``TcpBackend``): for the R-workers' KV ports, if the layout asks for ports.
 
-        ``silence_seconds``: after which one is lost, and killed. ``park``: where they park, each in its own folder.
+        ``silence_seconds``: an R-worker silent for this long is lost and killed. ``park``: where each gets a folder.
         """
         flags = _security_flags(key_file, security)
         self._park = park.folder if park else None
@@ -54,7 +54,7 @@ class SpawnBackend(PoolBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self._park:
-            with contextlib.suppress(OSError):  # the R-workers report these
+            with contextlib.suppress(OSError):  # the R-workers report such errors themselves
                 make_folder(self._park)
         return super().open(layout)
 
@@ -64,15 +64,15 @@ class SpawnBackend(PoolBackend):
             leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return a function that starts another process, if none is left."""
+        """Return a function that starts a process in place of ``gone``, if ``is_last``; else None."""
         return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 
 class _SpawnedLink(SharedMemoryLink):
-    """A link to a ``process`` that it starts and ends."""
+    """A shared-memory link to an R-worker's ``process``, which this object starts and ends."""
 
     def __init__(self, size: RWorkerSize, flags: Sequence[str], silence_seconds: float) -> None:
-        """``flags``: additional flags of its command line."""
+        """``flags``: additional flags for the R-worker's command line."""
         mine, theirs = socket.socketpair()
         memory = make_memory()
         super().__init__(mine, memory, is_s_worker=True, silence_seconds=silence_seconds)
@@ -98,7 +98,7 @@ class _SpawnedLink(SharedMemoryLink):
         self.process.wait()
 
     def give_up(self, error: Exception) -> str:
-        """See ``Link.give_up``. The reason says how the process ended; a process that still runs is killed."""
+        """See ``Link.give_up``. Kill the process if it still runs; return how it ended."""
         how_it_ended = "" if isinstance(error, SilenceError) else self._how_it_ended()
         self.process.kill()
         return how_it_ended or str(error)

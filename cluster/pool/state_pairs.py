@@ -25,7 +25,7 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 TABLE_TOKENS = 1 << 30
-"""Tokens of a block of states. Tokens need no room in it, so a sequence takes one block for all of them."""
+"""Block size in tokens of the states' cache. Tokens need no room there, so each sequence takes one block."""
 
 _NUM_BYTES = struct.Struct("<q")
 
@@ -34,7 +34,7 @@ _NUM_BYTES = struct.Struct("<q")
 class LayerParts:
     """The layers of a hybrid by place: ``attention`` on the R-worker, ``states`` in this process.
 
-    ``places``: for each layer, whether it is recurrent, and its number among those of its kind.
+    ``places``: for each layer, whether it is recurrent, and its number among the recurrent or attending layers.
     """
 
     attention: KVLayout
@@ -43,7 +43,7 @@ class LayerParts:
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayerParts:
-        """Return the parts of ``layout``, which has attending and recurrent layers."""
+        """Split ``layout``, which has both attending and recurrent layers, into the two parts."""
         parts: tuple[list[Layer], list[Layer]] = ([], [])
         places = []
         for layer in layout.layers:
@@ -62,12 +62,12 @@ class LayerParts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states in this process, in whole blocks."""
+        """Bytes that one sequence's states take in this process, rounded up to whole blocks."""
         return self.blocks_of_state * block_bytes(self.states, TABLE_TOKENS)
 
     @property
     def blocks_of_state(self) -> int:
-        """Blocks that a sequence takes in this process, including one for its tokens."""
+        """Blocks that a sequence takes in this process's cache of states, including one for its tokens."""
         layers = list(self.states.layers)
         return _rworker.state_blocks(layers, self.states.kv_dtype, TABLE_TOKENS) + 1
 
@@ -76,7 +76,7 @@ class LayerParts:
 class StateKeeper:
     """Keeps up to ``most_states`` states beside each R-worker, on the S-worker's threads and cores.
 
-    Memory is committed as states come.
+    The system commits memory when a sequence first gets a state.
     """
 
     most_states: int
@@ -84,7 +84,7 @@ class StateKeeper:
     cores: tuple[int, ...]
 
     def pair(self, worker: PoolWorker, parts: LayerParts) -> StatePair:
-        """Return the pair of the open ``worker``, which has the attending layers, and its states."""
+        """Return the pair of ``worker``, an open R-worker for the attending layers, and a new cache of states."""
         num_bytes = self.most_states * parts.state_bytes
         size = RWorkerSize(num_bytes, self.num_threads, self.cores)
         return StatePair(worker, parts, make_rworker(parts.states, TABLE_TOKENS, size))
@@ -98,8 +98,8 @@ def paired_info(info: RWorkerInfo) -> RWorkerInfo:
 class StatePair(PoolWorker):
     """An open R-worker, ``r_worker``, for the attending layers, and a cache here for its sequences' states.
 
-    ``submit`` computes a recurrent layer on the model's cores, so there is nothing to wait for. Its time counts as the
-    model's, and a report's busy times are those of the attending layers.
+    ``submit`` computes a recurrent layer at once, on the model's cores. Its time counts as the model's. A report's busy
+    times cover only the attending layers.
     """
 
     def __init__(self, r_worker: PoolWorker, parts: LayerParts, states: _rworker.RWorker) -> None:
@@ -168,7 +168,7 @@ class StatePair(PoolWorker):
             self._states.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """See ``PoolWorker``. The result is the length of the R-worker's part as int64, that part, and any state."""
+        """See ``PoolWorker``. The bytes are: length of the R-worker's export (int64), that export, and any state."""
         parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
         return np.concatenate([np.frombuffer(_NUM_BYTES.pack(parts[0].nbytes), np.uint8), *parts])
 

@@ -1,4 +1,4 @@
-"""The S-worker's side of R-workers over TCP; the R-worker's is ``r_worker/server.py``."""
+"""The S-worker's side of R-workers over TCP; the R-workers' side is ``r_worker/server.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
 SETTLE_SECONDS = LEASE_SECONDS + 0.5
-"""Seconds between the first R-worker's noticing that an S-worker is gone, and the last one's."""
+"""Most seconds from when the first R-worker notices the loss of an S-worker to when the last one does."""
 
 MEETING_SECONDS = 3.0
 """Most seconds in which a standby waits for an R-worker's host to accept its connection, which needs no Python.
@@ -38,11 +38,11 @@ class TcpBackend(PoolBackend):
     """An ``AttentionBackend`` over R-workers that listen at ``addresses`` ("host:port").
 
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
-    ``security``: "encrypt" (also None), or "authenticate", which leaves data unencrypted. ``silence_seconds``: after
-    which an R-worker is lost; one that listens again later is used again. ``lease``: what R-workers are asked to keep.
-    ``in_order``: open them one after another, so that of two competing S-workers the first R-worker's choice gets all.
-    One that does not accept the connection for ``MEETING_SECONDS`` is lost. ``may_miss``: ``open`` continues without
-    lost ones, for instance if they were killed with the previous engine.
+    ``security``: "encrypt" (also None), or "authenticate", which leaves data unencrypted. ``silence_seconds``: an
+    R-worker silent for this long is lost; if it listens again later, it is used again. ``lease``: the named session to
+    ask for. ``in_order``: open R-workers one after another, so that of two competing S-workers the first R-worker's
+    choice gets all; an R-worker without a connection after ``MEETING_SECONDS`` is lost. ``may_miss``: ``open``
+    continues without lost R-workers, for instance if they were killed with the previous engine.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class TcpBackend(PoolBackend):
         if not self._in_order:
             return super()._open_all(layout)
         found = [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
-        for worker in self.workers:  # a waiting one has all now, and will not close what it has just opened
+        for worker in self.workers:  # an S-worker that waits for its turn has all R-workers now, and closes none
             if isinstance(worker, RemoteWorker) and worker.link:
                 worker.link.begin_beats()
         return found
 
     def _leave_unopened(self) -> None:
-        """Close without a message, so that R-workers keep what they hold for the next one that tries."""
+        """Close all links without a BYE, so that R-workers keep their sequences for the next S-worker that tries."""
         self.break_off()
 
     def _may_miss(self, worker: PoolWorker) -> bool:
@@ -94,7 +94,7 @@ class TcpBackend(PoolBackend):
 
 
 class JoiningBackend(PoolBackend):
-    """An ``AttentionBackend`` over R-workers that join; ``open`` waits for the first ``count``. It takes a listener."""
+    """An ``AttentionBackend`` over R-workers that join at a listener; ``open`` waits until ``count`` have joined."""
 
     def __init__(self, count: int) -> None:
         super().__init__([])
@@ -136,7 +136,7 @@ def listen_for_joins(
 def join_listener(
     address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
 ) -> JoinListener:
-    """Listen as ``listen_for_joins`` does, with a key that need not be in a file."""
+    """Listen as ``listen_for_joins`` does, with the key in ``both``, which need not be in a file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

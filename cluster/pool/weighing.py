@@ -1,7 +1,7 @@
-"""Attention shared among blocks: what each R-worker of a pool is asked, and how the answers about ranges are joined.
+"""Asks a pool's R-workers for a query's attention weights per block of tokens ("weighing"), and joins the answers.
 
-A context that lies on one R-worker takes one question. That of ranges takes two: the max and sum of scores in each
-range, which together are those of the whole, and then each range's weights by these.
+A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two: first the
+max and sum of scores in each range, which give the max and sum of the whole; then each range's weights, scaled by them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fastdecode.kinds.layout import KVLayout
 
 @dataclass
 class _Open:
-    """A row under way: what is asked of its parts."""
+    """A row that is being weighed: the questions about its ranges."""
 
     row: WeighedRow
     asked: list[Weighing]
 
     def join(self, answers: Sequence[np.ndarray | None]) -> np.ndarray | None:
-        """Return the weights of all blocks, float32 [num_blocks]; None where a part is lost."""
+        """Return the weights of the row's blocks, float32 [num_blocks]; None if an R-worker with a range is lost."""
         weights = np.zeros(self.row.num_blocks, np.float32)
         for each, found in zip(self.asked, answers, strict=True):
             if found is None:
@@ -45,7 +45,7 @@ def weigh_rows(
 ) -> list[np.ndarray | None]:
     """Return the weights of each row's blocks, float32 [num_blocks]; None if an R-worker that holds some is lost.
 
-    ``ask`` has R-workers answer, in order; None for one that is lost.
+    ``ask``: sends questions to the R-workers and returns the answers in order, None for a lost R-worker.
     """
     opened = [_opened(row, queries) for row in rows]
     ranged = [each for each in opened if len(each.asked) > 1]
@@ -59,7 +59,7 @@ def weigh_rows(
 
 
 def weigh_by(calls: Calls, layout: KVLayout, asked: Weighing) -> Callable[[], np.ndarray]:
-    """Send the question to an R-worker in another process; return a function that waits for the answer."""
+    """Send the question ``asked`` to an R-worker in another process; return a function that waits for the answer."""
 
     @interrupts_deferred()
     def answer() -> np.ndarray:
@@ -74,14 +74,14 @@ def weigh_by(calls: Calls, layout: KVLayout, asked: Weighing) -> Callable[[], np
 
 
 def sinks_of(layout: KVLayout, layers: Sequence[int]) -> np.ndarray:
-    """Return the sinks of all heads of the layers that attend, float32 [heads], -inf where there is none."""
+    """Return the attention sink of each head of ``layers`` that attend, float32 [heads]; -inf for heads without one."""
     chosen = (layout.layers[layer] for layer in layers)
     sinks = [each.sinks or (-np.inf,) * each.num_heads for each in chosen if isinstance(each, Attending)]
     return np.array([sink for each in sinks for sink in each], np.float32)
 
 
 def joined_norms(parts: Sequence[np.ndarray], sinks: np.ndarray) -> np.ndarray:
-    """Return max and sum over all ``parts`` and sinks, float32 [1, heads, 2] as each part's; ``sinks`` [heads]."""
+    """Return each head's (max, sum) of scores over all ``parts`` and ``sinks`` [heads]: float32 [1, heads, 2]."""
     several = np.concatenate([*parts, np.stack([sinks, np.isfinite(sinks)], -1)[None]]).astype(np.float64)
     most = several[..., 0].max(0)
     scale = np.exp(several[..., 0] - np.where(np.isfinite(most), most, 0))
@@ -89,7 +89,7 @@ def joined_norms(parts: Sequence[np.ndarray], sinks: np.ndarray) -> np.ndarray:
 
 
 def in_turns(asked: Sequence[Weighing]) -> Iterator[list[int]]:
-    """Yield places of questions that are under way at the same time: one to each R-worker."""
+    """Yield lists of indices into ``asked``: questions to send at the same time, at most one to each R-worker."""
     queues: dict[int, list[int]] = {}
     for place, each in enumerate(asked):
         queues.setdefault(each.part.worker, []).append(place)
@@ -103,7 +103,7 @@ def _opened(row: WeighedRow, queries: Queries) -> _Open:
 
 
 def _dealt(answers: Sequence[np.ndarray | None], opened: Sequence[_Open]) -> Iterator[list[np.ndarray | None]]:
-    """The answers of each row's parts."""
+    """Yield, for each row in ``opened``, its answers out of ``answers``."""
     rest = iter(answers)
     for each in opened:
         yield [next(rest) for _ in each.asked]

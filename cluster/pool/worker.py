@@ -1,4 +1,4 @@
-"""An R-worker for the pool: its interface, a lost one, and a joined one."""
+"""The pool's interface to one R-worker, and its forms for lost and for joined R-workers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class PoolWorker:
     """The pool's interface to one R-worker.
 
-    The pool sends a slow request to all workers before it waits for any answer. If answers come at once, there is
-    nothing to wait for.
+    Slow requests have two methods: the pool calls the one that sends on all workers, then the one that waits.
 
     A refusal is a ValueError or KeyError with the reason, and changes nothing. A WorkerLostError names a lost worker.
     """
@@ -30,25 +29,25 @@ class PoolWorker:
     name: str
 
     def open(self, layout: KVLayout) -> None:
-        """Request caches for ``layout``."""
+        """Ask the R-worker to make a cache for ``layout``; ``opened`` waits for the answer."""
         raise NotImplementedError
 
     def opened(self) -> RWorkerInfo:
-        """Wait for the answer to ``open``. Raise CapacityError if its memory is too small."""
+        """Wait until the R-worker has a cache; return its description. Raise CapacityError if memory is too small."""
         raise NotImplementedError
 
     def begin_step(self, plan: WorkerPlan) -> None:
-        """Send the plan of a step."""
+        """Send ``plan``, this R-worker's part of a step; ``begun`` waits for the answer."""
         raise NotImplementedError
 
     def begun(self) -> None:
         """Wait for the answer to ``begin_step``."""
 
     def submit(self, mini_batch: int, layer: int, arrays: Arrays) -> None:
-        """Start one layer of one mini-batch with rows here. ``wait`` returns when o is filled.
+        """Start attention of one layer for a mini-batch's rows on this R-worker. ``wait`` returns when o is filled.
 
         Arrays are as in ``AttentionBackend.submit`` and ``collect``, with this worker's rows only. Partial results:
-        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without such rows.
+        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without any.
         """
         raise NotImplementedError
 
@@ -57,30 +56,30 @@ class PoolWorker:
         raise NotImplementedError
 
     def wait(self, mini_batch: int) -> None:
-        """Wait for the submitted layer of this mini-batch."""
+        """Wait until the submitted layer of this mini-batch is computed and its o is filled."""
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
-        """Send how many of the tokens ranked in index layer ``layer``, the last one, are picked.
+        """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
 
         ``counts``: int32 [rows of partial results, heads that pick], for a row's first node.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
-        """Ask, once all layers of the step are done, how a query's attention is shared among blocks.
+        """Ask for a query's attention weight per block of tokens, after the last layer of the step.
 
         Return a function that waits for the answer: float32, weights [num_blocks], or norms [1, heads, 2].
         """
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Ask the worker to commit the step."""
+        """Ask the R-worker to commit the step; ``ended`` waits for the answer."""
 
     def ended(self) -> WorkerReport:
         """Wait for the answer to ``end_step``. Its ``transfer_seconds`` is 0."""
         raise NotImplementedError
 
     def abandon_step(self) -> None:
-        """Drop the open step; no effect without one, and no error if the worker is lost."""
+        """Drop the open step; no effect without an open step, and no error if the R-worker is lost."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         raise NotImplementedError
@@ -90,27 +89,27 @@ class PoolWorker:
 
     @property
     def disk(self) -> Disk | None:
-        """Its disk for parking; None if it has none."""
+        """The R-worker's disk for parking prefixes; None without a disk."""
         return None
 
     @property
     def journal(self) -> RemoteJournal | None:
-        """The session's journal there; None if it does not outlive this process, or keeps no session."""
+        """The session's journal on this R-worker; None if the R-worker ends with this process or keeps no session."""
         return None
 
     def break_off(self) -> None:
-        """Close without a message to another process, which may then keep what it has."""
+        """Close without a BYE, so that an R-worker in another process may keep its sequences."""
         self.close()
 
     def close(self) -> None:
-        """Free everything; may be called twice."""
+        """End the session, whose cache the R-worker frees; may be called twice."""
 
 
 class LostWorker(PoolWorker):
-    """A ``PoolWorker`` in place of a lost or dismissed one: its rows read zeros, and its report is empty."""
+    """Stands in for a lost or dismissed R-worker: its rows of o are zeros, and its report is empty."""
 
     def __init__(self, name: str, step_shape: tuple[int, int]) -> None:
-        """``step_shape``: mini-batches and layers of the step."""
+        """``step_shape``: (number of mini-batches, number of layers) of the current step."""
         self.name = name
         self._step_shape = step_shape
 
@@ -144,7 +143,7 @@ class LostWorker(PoolWorker):
 
 @dataclass(frozen=True)
 class Joined:
-    """An open R-worker that has joined, and its description."""
+    """An R-worker that has joined and is open, and its description."""
 
     worker: PoolWorker
     info: RWorkerInfo

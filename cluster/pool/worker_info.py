@@ -1,4 +1,4 @@
-"""R-workers' descriptions on the S-worker: WELCOME, place, clock, and the instruction sets that they use."""
+"""Describes R-workers to the S-worker, from their WELCOME: cores, ports, clock offset and instruction sets."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
 
 
 def _has_own_cores(welcome: Welcome) -> bool:
-    """Return True for another machine, and for cores of this one that the S-worker does not use."""
+    """Return whether the R-worker shares no core with the S-worker: it has another machine, or other cores here."""
     return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
 
 
 def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...]:
-    """Return the KV port for prefill workers, if any. Its host defaults to that of R-worker ``name``."""
+    """Return the R-worker's KV port, at most one. If the address lacks a host, the host is that in ``name``."""
     address = welcome.kv_address
     if address.startswith(":"):
         host = name.rpartition(":")[0]
@@ -51,7 +51,7 @@ def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...
 def clock_offset(ping: Callable[[], float]) -> float:
     """Return the worker's clock minus ours in seconds, from the quickest of NUM_PINGS calls of ``ping``.
 
-    Return 0 if both may be the same clock.
+    Return 0 if the difference is so small that both may be the same clock.
     """
     rounds = []
     for _ in range(NUM_PINGS):
@@ -66,7 +66,7 @@ def clock_offset(ping: Callable[[], float]) -> float:
 class Arithmetic:
     """The instruction sets that the R-workers of a pool use; each rounds differently.
 
-    ``of_merges``: the one for merging their partial results, "scalar" or "auto".
+    ``of_merges``: the instruction set for merging the R-workers' partial results, "scalar" or "auto".
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Arithmetic:
         self._isas: dict[str, str] = {}
 
     def add(self, infos: Sequence[RWorkerInfo]) -> None:
-        """Add R-workers; warn if they round differently from the earlier ones."""
+        """Note the instruction sets of more R-workers; warn if they round differently from the earlier R-workers."""
         before = len(self._isas)
         for info in infos:
             self._isas.setdefault(info.isa, info.name)

@@ -23,7 +23,7 @@ class PrefillClient:
 
         ``end`` is called by ``close``, and ends the process.
 
-        ``process_id``: of the process started for it; 0 for none.
+        ``process_id``: the id of the process that this engine started for the prefill worker; 0 for none.
         """
         self.name, self.process_id = name, process_id
         self._connect, self._end = connect, end
@@ -39,7 +39,7 @@ class PrefillClient:
             raise BackendError(f"prefill worker {self.name}: {error}") from error
 
     def opened(self, model: str) -> None:
-        """Wait for the answer. Raise BackendError if it is a refusal, or does not come."""
+        """Wait for the prefill worker's WELCOME. Raise BackendError if the worker refuses or does not answer."""
         # Most seconds from HELLO to WELCOME, since a starting prefill worker loads its model first
         open_seconds = 300.0
         link, deadline = self._open_link, time.monotonic() + open_seconds
@@ -60,7 +60,7 @@ class PrefillClient:
 
     @property
     def port_epoch(self) -> int:
-        """The epoch that keys and values sent to it must carry."""
+        """The epoch that KV frames sent to this prefill worker's port must carry."""
         return self.welcome.port_epoch if self.welcome else 0
 
     @property
@@ -70,14 +70,14 @@ class PrefillClient:
         return self.link
 
     def close(self) -> None:
-        """Free the worker; may be called twice."""
+        """End the session, and the worker's process if this engine started one; may be called twice."""
         link, self.link = self.link, None
         if link is not None:
             try:
                 if self.welcome:
                     link.send(Kind.BYE)
             except ConnectionError:
-                pass  # it is gone already
+                pass  # the prefill worker is gone already
             finally:
                 link.close()
         self._end()

@@ -1,4 +1,4 @@
-"""How an S-worker gets its prefill workers: it starts processes, connects to listening ones, or uses MPI ranks."""
+"""Makes an S-worker's pool of prefill workers: started processes, listening ones, or ranks of the MPI job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import SWorkerRank
 
 ANSWER = "fastdecode prefill-worker: "
-"""The beginning of the line that tells a prefill worker's address."""
+"""The beginning of the line in which a started prefill worker prints its address."""
 
 
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:
@@ -42,7 +42,7 @@ def spawned_workers(
     key_file: str | None,
     security: Security,
 ) -> PrefillPool:
-    """Return a pool of ``count`` processes here, which load their models concurrently. ``cores`` are dealt in turn."""
+    """Start ``count`` prefill workers here, each on the next ``num_threads`` of ``cores``; return their pool."""
     turns = itertools.cycle(cores)
     flags = ["--engine-config", json.dumps(dict(engine_config)), "--threads", str(num_threads)]
     if key_file:
@@ -59,7 +59,7 @@ def spawned_workers(
 
 
 def ranked_workers(security: Security) -> PrefillPool:
-    """Return a pool of the prefill workers among this MPI job's ranks, which listen after loading their models."""
+    """Return a pool of the prefill workers among this MPI job's ranks. They listen after loading their models."""
     from fastdecode.cluster.links.mpi_job import Role, join_as_s_worker
 
     job = join_as_s_worker()
@@ -77,7 +77,7 @@ def _connect(process: _Spawned, security: Security) -> Link:
 
 
 class _Spawned:
-    """A started process, and its address once it listens."""
+    """A prefill worker's process that this engine started, and the worker's address once it listens."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, "-m", "fastdecode.cli.main", "prefill-worker", "--listen", "tcp://127.0.0.1:0"]
@@ -93,7 +93,7 @@ class _Spawned:
 
     @property
     def address(self) -> str:
-        """Its "host:port", awaited if necessary. Raise BackendError if the process ends instead."""
+        """The worker's "host:port"; waits until the worker listens. Raise BackendError if the process ends first."""
         while not self._address:
             line = self.process.stdout.readline() if self.process.stdout else ""
             if not line:

@@ -1,4 +1,4 @@
-"""A job on a prefill worker: its part of a prompt, keys and values from others, and where its own go."""
+"""A prefill worker's job: computes one part of a prompt, and exchanges keys and values with other workers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fastdecode.core.remote_prefill import PromptKV
 from fastdecode.kinds.layout import KVLayout
 
 TICK_SECONDS = 0.2
-"""Seconds of a wait for others' keys and values before the S-worker's connection is checked again."""
+"""Seconds to wait for other workers' keys and values before the S-worker's connection is checked again."""
 
 LAYERS_AHEAD = 2
-"""Layers of a prefix requested before the layer that is computed, so that transfers overlap."""
+"""How many layers ahead of the computed layer a prefix is requested, so that transfers overlap with computing."""
 
 Read = Callable[[int, np.ndarray, Callable[[], None]], None]
-"""Queues a range of a prefix to be read from its R-worker.
+"""A function that queues the reading of some tokens of a prefix in one layer from their R-worker.
 
-Its arguments: layer, the array to fill in stored form, and a function to call when it is filled.
+Its arguments: layer, the array to fill with the cache's bytes, and a function to call when the array is filled.
 """
 
 
@@ -60,10 +60,10 @@ class PromptJob:
         stores: Sequence[StoreWay],
         prefix: Sequence[ReadWay] = (),
     ) -> None:
-        """``layout``: with the R-workers' KV dtype and arithmetic.
+        """``layout``: the model's, with the R-workers' KV dtype and arithmetic.
 
-        ``send_on``: sends to the next worker; None if there is none. ``stores``: the R-workers that store tokens of the
-        prompt. ``prefix``: those that hold it, needed by the first worker.
+        ``send_on``: sends rows to the next prefill worker; None if there is none. ``stores``: the R-workers that store
+        tokens of the prompt. ``prefix``: the R-workers that hold the prefix; only the first worker needs them.
         """
         self.prompt, self.token_ids, self.layout = prompt, token_ids, layout
         self._bounds = (0, *prompt.bounds) if prompt.context_len else prompt.bounds
@@ -80,7 +80,7 @@ class PromptJob:
         self.sent_bytes = self.read_bytes = 0
 
     def begin(self) -> None:
-        """Request the first layers of the prefix before they are computed with, if this worker reads it.
+        """Request the prefix of the first LAYERS_AHEAD layers, if this worker reads the prefix.
 
         Raise ConnectionError if the R-worker is gone.
         """
@@ -88,13 +88,13 @@ class PromptJob:
             self._read_prefix(layer)
 
     def cancel(self) -> None:
-        """End the computation at its next layer, or at once if it waits."""
+        """End the job's computation at its next layer, or at once if it waits for other workers."""
         with self._changed:
             self.is_cancelled = True
             self._changed.notify_all()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Return the place for ``num_rows`` rows from another worker. Raise FrameError if they have none."""
+        """Return arrays for ``num_rows`` arriving rows from position ``start``. Raise FrameError if unexpected."""
         if 0 <= layer < len(self.layout.layers) and not self.layout.layers[layer].caches_rows:
             return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
@@ -114,17 +114,17 @@ class PromptJob:
         return rows.of(start, start + num_rows)
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
-        """Take rows from another worker that arrived before the job. Raise FrameError if they have no place."""
+        """Copy in rows that another worker sent before this job began. Raise FrameError for unexpected rows."""
         found = self.place_for(layer, start, len(arrays[0]))
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # keys may have come in stored form
+        for place, each in zip(places, rows, strict=True):  # a prefix comes as the cache's bytes
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 
     def filled(self, layer: int, start: int, num_rows: int) -> None:
-        """Note that the rows in the place from ``place_for`` have arrived."""
+        """Note that the arrays from ``place_for`` with the same arguments are filled."""
         with self._changed:
             if not self.layout.layers[layer].caches_rows:
                 self._has_state.add(layer)
@@ -134,9 +134,9 @@ class PromptJob:
             self._changed.notify_all()
 
     def exchange(self, layer: int, k: np.ndarray, v: np.ndarray) -> PromptKV:
-        """Send this part's ``k`` and ``v`` of ``layer`` on, and wait for the rows they attend to; see ``Exchange``.
+        """Send this part's ``k`` and ``v`` of ``layer`` to others; return all rows that the part attends to.
 
-        Raise JobCancelledError if the job was cancelled.
+        Waits for rows from other workers; see ``Exchange``. Raise JobCancelledError if the job was cancelled.
         """
         self._check_wanted()
         prompt = self.prompt
@@ -156,7 +156,7 @@ class PromptJob:
         return rows.kv
 
     def advance(self, layer: int, by_own_rows: Callable[[np.ndarray | None], tuple[Any, np.ndarray]]) -> Any:
-        """Advance the state of recurrent layer ``layer`` by this part's rows, and send it on; see ``Advance``.
+        """Advance the state of recurrent layer ``layer`` by this part's rows, and send the new state on.
 
         Wait first for the state after the earlier parts. After the last part, the state goes to the R-workers that
         store the prompt. Raise JobCancelledError if the job was cancelled.
@@ -178,7 +178,7 @@ class PromptJob:
             raise JobCancelledError(f"job {self.prompt.job_id} was cancelled")
 
     def _place_for_state(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Return the place for the state after the previous part."""
+        """Return the array for the state of ``layer`` after the previous part, which another worker sends."""
         with self._changed:
             wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
             if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
@@ -196,14 +196,14 @@ class PromptJob:
             return self._states[layer]
 
     def _hand_on(self, layer: int, rows: LayerRows) -> None:
-        """Send rows along the chain: own rows first, since they are here, then earlier ones as they arrive."""
+        """Send rows to the next worker of the chain: this part's rows at once, then earlier parts' as they arrive."""
         self._pass(layer, rows, self._own)
         for part in range(self._own):
             self._await(rows, part)
             self._pass(layer, rows, part)
 
     def _go_round(self, layer: int, rows: LayerRows) -> None:
-        """Send rows around the ring: own rows, then each arriving part except the one that the next worker computed."""
+        """Send rows to the next worker of the ring: this part's, then each arriving part that it did not compute."""
         count, own = self.prompt.num_parts, self.prompt.part
         self._pass(layer, rows, own)
         for step in range(1, count):
@@ -228,7 +228,7 @@ class PromptJob:
             self.sent_bytes += self._send(self._send_on, first, end, layer, rows)
 
     def _send(self, send: Send, first: int, end: int, layer: int, rows: LayerRows) -> int:
-        """Send rows ``first`` to ``end`` in pieces, if there are any; return the number of bytes."""
+        """Send the rows of positions ``first`` to ``end`` by ``send``, in pieces; return the number of bytes."""
         if first >= end:
             return 0
         arrays = rows.of(first, end)
@@ -255,7 +255,7 @@ class PromptJob:
         return self._layers[layer]
 
     def _part_of(self, start: int) -> int:
-        """Return the part that has position ``start``. Raise FrameError for a position beyond the prompt."""
+        """Return the number of the part with position ``start``. Raise FrameError for a position after the prompt."""
         if not 0 <= start < self._bounds[-1]:
             raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is beyond its prompt")
         return int(np.searchsorted(self._bounds, start, side="right")) - 1

@@ -20,7 +20,7 @@ TICK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Stored:
-    """The outcome of one call of ``KvFeed.store`` or ``read``. ``refusal``: why it failed; "" if it did not."""
+    """The outcome of one call of ``KvFeed.store`` or ``read``. ``refusal``: why the call failed; "" on success."""
 
     job_id: int
     layer: int
@@ -31,7 +31,7 @@ class Stored:
 
 @dataclass
 class _Call:
-    """A call of ``store`` or ``read``. ``pieces_left``: frames without an answer so far."""
+    """A call of ``store`` or ``read`` in progress. ``pieces_left``: number of its frames without an answer."""
 
     kind: Kind
     job_id: int
@@ -44,7 +44,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A frame that waits for its answer, and the arrays that libzmq still reads, or that the answer fills."""
+    """A sent frame that waits for its answer, and its arrays: libzmq still reads them, or the answer fills them."""
 
     call: _Call
     start: int
@@ -52,12 +52,12 @@ class _Piece:
 
     @property
     def rows(self) -> bytes:
-        """The beginning of its KV frame: job, first row, number of rows."""
+        """The first part of the frame: job id, first row, number of rows."""
         return KV_ROWS.pack(self.call.job_id, self.start, len(self.arrays[0]))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of the parts of its frame, at most three."""
+        """The length in bytes of each of the frame's parts, at most three."""
         return (KV_ROWS.size, *(each.nbytes for each in self.arrays), 0)[:3]
 
 
@@ -68,7 +68,7 @@ class KvFeed:
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address`` and ``epoch``: the port's. Raise BackendError if the two sides do not share a key."""
+        """``address``, ``epoch``: those of the port. Raise BackendError if the two sides do not share a key."""
         self.address = address
         self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)
@@ -79,7 +79,7 @@ class KvFeed:
 
     @property
     def num_in_flight(self) -> int:
-        """Frames that wait for their answers."""
+        """Number of sent frames whose answers have not arrived."""
         return len(self._in_flight)
 
     def store(self, job_id: int, layer: int, start: int, *arrays: np.ndarray) -> None:
@@ -94,10 +94,10 @@ class KvFeed:
         self._call(Kind.KV, job_id, layer, start, arrays)
 
     def read(self, job_id: int, layer: int, start: int, stored: np.ndarray) -> None:
-        """Request tokens that the job's sequence had when it was reserved, to be written to ``stored``.
+        """Request cached tokens from ``start`` on of the job's sequence; their bytes are written to ``stored``.
 
-        ``stored``: C-contiguous uint8 [num_rows, bytes], in the form of ``_rworker.RWorker.read_prefix``. ``poll`` says
-        when it is filled.
+        The sequence must have had the tokens when the job was reserved. ``stored``: C-contiguous uint8 [num_rows,
+        bytes], in the form of ``_rworker.RWorker.read_prefix``. ``poll`` returns an outcome once it is filled.
         """
         if stored.ndim != 2 or stored.dtype != np.uint8 or not len(stored) or not stored.flags.c_contiguous:
             raise ValueError(f"stored must be C-contiguous uint8 [num_rows, bytes], not {stored.dtype}{stored.shape}")
@@ -118,7 +118,7 @@ class KvFeed:
         self._channel.close()
 
     def _call(self, kind: Kind, job_id: int, layer: int, start: int, arrays: tuple[np.ndarray, ...]) -> None:
-        """Send ``arrays`` in pieces."""
+        """Send ``arrays`` as frames of ``kind``, some rows in each, and record the call until all are answered."""
         num_rows = len(arrays[0])
         # Approximate bytes of keys and values per frame. An R-worker stores or reads them in a fraction of a
         # millisecond.
@@ -139,7 +139,7 @@ class KvFeed:
         self._conversation.send(piece.call.kind, piece.rows, *payload, layer=piece.call.layer)
 
     def _hear(self, timeout_seconds: float) -> bool:
-        """Take the next answer, if it comes in time. Answers come in the order of the frames."""
+        """Receive the next frame's answer; return False if none comes in time. Answers come in the order of frames."""
         # Most seconds for an answer. A lost host of an R-worker is noticed sooner, by its heartbeats.
         answer_seconds = 30.0
         try:

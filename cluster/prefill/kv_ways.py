@@ -1,6 +1,6 @@
-"""Destinations and sources of a prompt's keys and values: the KV ports of R-workers that store it, or hold its prefix.
+"""Sends a prompt's keys and values to KV ports of R-workers that store them, and reads a prefix from such ports.
 
-If ranks share the model, an R-worker is one worker of each rank, with that rank's KV heads and its own KV port.
+If ranks share the model, a logical R-worker is one process per rank, each with the rank's KV heads and its own port.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class PortHeads:
-    """The KV heads of a model that each KV port of an R-worker takes."""
+    """Tells which of a model's KV heads each KV port of a logical R-worker takes."""
 
     def __init__(self, layout: KVLayout, kv_heads: Sequence[int]) -> None:
-        """``layout``: the whole model's. ``kv_heads``: as in ``PrefillHello``. Raise FrameError for wrong numbers."""
+        """``layout``: the whole model's. ``kv_heads``: see ``PrefillHello``. Raise FrameError for wrong head counts."""
         if len(kv_heads) != len(layout.layers):
             raise FrameError(f"HELLO: KV heads of {len(kv_heads)} layers, and the model has {len(layout.layers)}")
         for layer, count in zip(layout.layers, kv_heads, strict=True):
@@ -34,26 +34,26 @@ class PortHeads:
         self._layout, self._kv_heads = layout, tuple(kv_heads)
 
     def check(self, num_ports: int) -> None:
-        """Raise FrameError unless ``num_ports`` ports together have all heads, each equally often."""
+        """Raise FrameError unless ``num_ports`` ports together take all KV heads, each head equally often."""
         for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
             if num_ports % (layer.num_kv_heads // count):
                 raise FrameError(f"PROMPT: {num_ports} ports of {count} of the {layer.num_kv_heads} KV heads")
 
     def of(self, layer: int, port: int, num_ports: int) -> slice:
-        """Return the heads of port ``port`` of ``num_ports``, in order."""
+        """Return the range of KV heads of ``layer`` that port ``port`` of ``num_ports`` takes."""
         count = self._kv_heads[layer]
         first = port * (self._layout.layers[layer].num_kv_heads // count) // num_ports * count
         return slice(first, first + count)
 
     def part(self, layer: int, port: int, num_ports: int, arrays: Arrays) -> Arrays:
-        """Return the rows of a layer for the heads of port ``port``; a state is returned whole."""
+        """Return ``arrays`` of a layer, cut to the KV heads of port ``port``; a recurrent state is returned whole."""
         if not self._layout.layers[layer].caches_rows:
             return arrays
         own = self.of(layer, port, num_ports)
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
 
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Copy ``rows``, a stored prefix of ``heads``, into ``stored``, that of all heads; both uint8 [rows, …]."""
+        """Copy ``rows``, the cache's bytes of some ``heads``, into ``stored`` of all heads; both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
         for whole, part in zip(
             _by_head(shape, kv_dtype, stored, shape.num_kv_heads),
@@ -63,15 +63,15 @@ class PortHeads:
             whole[:, heads] = part
 
     def empty_rows(self, layer: int, num_rows: int) -> np.ndarray:
-        """Return memory for a prefix as the cache behind one port stores it: uint8 [num_rows, bytes]."""
+        """Return memory for ``num_rows`` tokens in the form of the cache behind one port: uint8 [num_rows, bytes]."""
         head_bytes = sum(self._layout.layers[layer].head_bytes(self._layout.kv_dtype))
         return np.empty((num_rows, self._kv_heads[layer] * head_bytes), np.uint8)
 
 
 def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
-    """Return a function that sends rows, by position in the prompt, to all ports of an R-worker.
+    """Return a function that sends rows to all KV ports of the R-worker in ``placed``.
 
-    The R-worker counts from the first token that it stores.
+    Its positions are those in the prompt; the R-worker counts from the first token that it stores.
     """
 
     def send(layer: int, start: int, arrays: Arrays) -> int:
@@ -85,7 +85,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """Return a function that reads a range of a prefix from its R-worker; the first port with a head supplies it."""
+    """Return a function that reads ``placed``'s tokens from its R-worker; each head comes from the first such port."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}

@@ -25,16 +25,16 @@ MAX_PARTS = 1 << 12
 """Most prefill workers that share a prompt."""
 
 MAX_PLACES = 1 << 12
-"""Most R-workers that store a prompt."""
+"""Most R-workers that may store one prompt."""
 
 MAX_PORTS = 1 << 10
-"""Most ranks whose R-workers count as one."""
+"""Most KV ports of one logical R-worker, one port per rank."""
 
 PREFILLED = struct.Struct("<qdqqq")
 """The first part of PREFILLED.
 
-It has the job id, the seconds of the part, and the bytes sent to other prefill workers, sent to R-workers, and read
-from those. TICKETS of places that lack some of the part follow. The second part is the last row's logits, or empty.
+Its fields: job id, seconds of computing, bytes sent to other prefill workers, bytes sent to R-workers, bytes read from
+R-workers. The tickets of R-workers that lack some rows follow. The second part is the last row's logits, or empty.
 """
 
 TICKETS = np.dtype("<i8")
@@ -46,7 +46,7 @@ Position = Annotated[int, Meta(ge=0, le=MAX_ROWS)]
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A port, "host:port", that keys and values are sent to, and the number that admits them."""
+    """The "host:port" of a port that receives keys and values, and the epoch that frames to it must carry."""
 
     address: Text
     epoch: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
@@ -55,7 +55,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt. Its positions count from ``start``.
 
-    It knows them as job ``ticket``. If ranks share the model, each rank's R-worker is a place with its KV heads.
+    The R-worker knows these tokens as job ``ticket``. If ranks share the model, there is one place per rank.
     """
 
     places: Annotated[tuple[Place, ...], Meta(min_length=1, max_length=MAX_PORTS)]
@@ -67,9 +67,9 @@ class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrefillHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An S-worker's request for a session. ``model`` identifies the model that both must have.
 
-    ``kv_dtype``: of its R-workers' caches. ``state_dtype``: of its state matrices. ``isa``: the arithmetic of its
-    R-workers; "auto" if they differ. ``kv_heads``: by layer, how many KV heads one KV port takes. The ports of an
-    R-worker have all heads in order, each equally often.
+    ``kv_dtype``: dtype of the R-workers' caches. ``state_dtype``: dtype of state matrices. ``isa``: the R-workers'
+    instruction set; "auto" if they differ. ``kv_heads``: by layer, how many KV heads one KV port takes. The ports of
+    an R-worker have all heads in order, each equally often.
     """
 
     name: Text
@@ -95,8 +95,8 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix, held by the R-workers of ``prefix``. Each of ``stores`` gets its rows.
-    ``next``: where its keys and values go next; None at the end of a chain. The tokens are the frame's second part.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers of ``prefix``. The R-workers of ``stores`` get rows.
+    ``next``: the worker that gets this part's keys and values; None at a chain's end. The tokens are the second part.
     """
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -109,22 +109,22 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def context_len(self) -> int:
-        """Tokens of the prefix."""
+        """Number of tokens of the prefix."""
         return self.bounds[0]
 
     @property
     def start(self) -> int:
-        """The part's first position."""
+        """The position of the part's first token."""
         return self.bounds[self.part]
 
     @property
     def end(self) -> int:
-        """The position after its last."""
+        """The position after the part's last token."""
         return self.bounds[self.part + 1]
 
     @property
     def own_stores(self) -> list[PlacedRows]:
-        """Those of ``stores`` that get rows of this part."""
+        """The entries of ``stores`` whose R-workers get rows of this part."""
         return [each for each in self.stores if each.start < self.end and self.start < each.end]
 
     @property
@@ -135,8 +135,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
         """Return whether the part cannot be computed without ``place``.
 
-        ``place`` is the next prefill worker, or an R-worker with some of the prefix. It knows the transfer by one of
-        ``numbers``.
+        ``place``: a prefill worker, or an R-worker. ``numbers``: the job ids or tickets under which it knows transfers.
+        The part depends on the next prefill worker, and on R-workers with some of the prefix.
         """
         if self.next == place and self.job_id in numbers:
             return True
@@ -181,7 +181,7 @@ def decode_failure(data: bytes | bytearray) -> Failure:
 
 
 def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: int, vocab_size: int) -> Prompt:
-    """Return the prompt in ``data``. ``tokens``: int64 [rows], the part's tokens.
+    """Return the prompt part in ``data``. ``tokens``: int64 [rows], the part's token ids.
 
     Raise FrameError for parts that do not ascend, a malformed address, or a wrong number of tokens.
     """

@@ -1,4 +1,4 @@
-"""The S-worker's end of its prefill workers: hands out prompts, and collects the results."""
+"""The S-worker's pool of prefill workers: gives them prompts, and collects the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Job:
-    """A prompt in work: its workers, and the progress of each part."""
+    """A prompt that prefill workers compute: its workers, and the progress of each part."""
 
     prefill: RemotePrefill
     seconds: list[float] = field(default_factory=list)
@@ -54,9 +54,9 @@ class _Job:
 
 
 class PrefillPool:
-    """A ``PrefillBackend`` over links.
+    """A ``PrefillBackend`` over links to prefill workers.
 
-    ``addresses``: the "host:port" at which other workers reach each one.
+    ``addresses``: for each worker, the "host:port" at which other workers reach it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PrefillPool:
         addresses: Callable[[], Sequence[str]],
         connect: Callable[[str], Link],
     ) -> None:
-        """``addresses`` is called once all are open; ``connect`` with the address of each one that joins later."""
+        """``addresses`` is called once all workers are open; ``connect`` with each later joining worker's address."""
         self._connect = connect
         self.clients: list[PrefillClient | None] = list(clients)
         self._find_addresses = addresses
@@ -103,10 +103,10 @@ class PrefillPool:
         bounds = (*(part.start for part in prefill.parts), prefill.parts[-1].end)
         tokens = np.array(prefill.token_ids, np.int64)
         stores, prefix = (tuple(_placed(each, r_workers) for each in some) for some in (prefill.stores, prefill.prefix))
-        for index in reversed(range(len(prefill.parts))):  # the receiver is told before the sender
+        for index in reversed(range(len(prefill.parts))):  # a part's receiver gets its job before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
-                return  # a worker was found to be lost
+                return  # a worker is lost, which has failed the job
             prompt = Prompt(
                 job_id=prefill.job_id,
                 method=prefill.method,
@@ -153,9 +153,9 @@ class PrefillPool:
         self.clients = []
 
     def _next(self, prefill: RemotePrefill, index: int) -> Place | None:
-        """Return where part ``index`` sends keys and values: the next worker in the chain or ring.
+        """Return the port to which part ``index`` sends keys and values: the next worker in the chain or ring.
 
-        Return None if there is none.
+        Return None if no worker is next.
         """
         count = len(prefill.parts)
         if count == 1 or (index == count - 1 and prefill.method != "tsp"):
@@ -175,7 +175,7 @@ class PrefillPool:
             self._lose(worker, str(error))
 
     def _hear(self) -> bool:
-        """Read all frames that are there; return True if ``outcomes`` has news."""
+        """Read all frames that have arrived; return True if ``outcomes`` has new entries."""
         for worker, client in enumerate(self.clients):
             try:
                 while client and client.link and (frame := client.link.receive(0.0)):
@@ -201,7 +201,7 @@ class PrefillPool:
             self._invited.discard(address)
 
     def _take_in(self) -> None:
-        """Give the next numbers to workers that have joined."""
+        """Add workers that have joined to the pool, with the next indices."""
         while not self._opened.empty():
             client = self._opened.get()
             self._invited.discard(client.name)
@@ -233,7 +233,7 @@ class PrefillPool:
         job_id, seconds, sent_bytes, stored_bytes, read_bytes = PREFILLED.unpack_from(head)
         job = self._jobs.get(job_id)
         if job is None:
-            return  # it was cancelled meanwhile
+            return  # the prompt was cancelled meanwhile
         job.seconds.append(seconds)
         job.sent_bytes += sent_bytes
         job.stored_bytes += stored_bytes
@@ -262,7 +262,7 @@ class PrefillPool:
             self._found.failed.append(job_id)
 
     def _lose(self, worker: int, reason: str) -> None:
-        """Continue without a worker; the jobs that it had a part in fail."""
+        """Continue without worker ``worker``; the jobs in which it computes a part fail."""
         client, self.clients[worker] = self.clients[worker], None
         if client is None:
             return
@@ -277,6 +277,6 @@ class PrefillPool:
 
 
 def _placed(stored: StoredAt, r_workers: Sequence[RWorkerInfo]) -> PlacedRows:
-    """Return the ports that take the tokens which ``stored`` names."""
+    """Return the KV ports of the R-worker that stores the tokens of ``stored``, in the form for messages."""
     places = tuple(Place(port.address, port.epoch) for port in r_workers[stored.r_worker].kv_ports)
     return PlacedRows(places, stored.start, stored.end, stored.ticket)

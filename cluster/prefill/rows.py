@@ -1,4 +1,4 @@
-"""Keys and values of a prompt on a prefill worker: those of a layer, and those that arrive before their prompt."""
+"""Keys and values of prompts on a prefill worker: one layer's rows, and rows that arrive before their prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
 
 MOST_EARLY_BYTES = 1 << 28
-"""Most bytes of keys and values kept for prompts not announced yet, since the previous worker may be earlier."""
+"""Most bytes of keys and values kept for prompts that the S-worker has not sent yet; other workers may be ahead."""
 
 Arrays = tuple[np.ndarray, ...]
-"""Rows of a layer:
+"""Rows of one layer.
 
-(k, v), [rows, num_kv_heads, …] in the model's dtype; for a prefix (stored,), uint8 [rows, bytes].
+(k, v), [rows, num_kv_heads, …] in the model's dtype; for a prefix (stored,), the cache's bytes, uint8 [rows, bytes].
 """
 
 
 class LayerRows:
-    """Keys and values of one layer, from position 0 to ``end``. ``filled``: arrived rows of each part."""
+    """Keys and values of one layer, from position 0 to ``end``. ``filled``: number of arrived rows of each part."""
 
     def __init__(self, layout: KVLayout, layer: Layer, context_len: int, end: int, num_parts: int) -> None:
         dtype, num_rows = WIRE_DTYPE[layout.model_dtype], end - context_len
@@ -43,7 +43,7 @@ class LayerRows:
 
 
 class EarlyRows:
-    """Keys and values that arrive before their prompt. Any thread may use it."""
+    """Keeps keys and values that arrive before their prompt. Any thread may use this object."""
 
     def __init__(self, most_bytes: int = MOST_EARLY_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -52,7 +52,7 @@ class EarlyRows:
         self.num_bytes = 0
 
     def keep(self, job_id: int, layer: int, start: int, arrays: Arrays) -> None:
-        """Keep rows for a later prompt. Raise FrameError if that would take too many bytes."""
+        """Keep rows for a prompt that has not arrived. Raise FrameError beyond MOST_EARLY_BYTES."""
         num_bytes = sum(each.nbytes for each in arrays)
         with self._lock:
             if self.num_bytes + num_bytes > self._most_bytes:
@@ -61,23 +61,23 @@ class EarlyRows:
             self.num_bytes += num_bytes
 
     def take(self, job_id: int) -> list[tuple[int, int, Arrays]]:
-        """Remove and return layer, first position and rows of all that arrived for this job, in order."""
+        """Remove all rows of job ``job_id``; return (layer, first position, rows) for each arrival, in order."""
         with self._lock:
             rows = self._rows.pop(job_id, [])
             self.num_bytes -= sum(each.nbytes for _, _, arrays in rows for each in arrays)
         return rows
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop the rows of all prompts."""
         with self._lock:
             self._rows.clear()
             self.num_bytes = 0
 
 
 def early_place(layout: KVLayout, number: int, num_rows: int, num_bytes: tuple[int, ...]) -> Arrays:
-    """Return room for rows of layer ``number`` whose job is not known yet: of a prefix or after it, or a state.
+    """Return arrays for rows of layer ``number`` before their job is known: a prefix, later rows, or a state.
 
-    ``num_bytes``: of the two parts of the frame that carries them, which tell a prefix's rows from others.
+    ``num_bytes``: lengths of the KV frame's two parts; they tell a prefix's rows from later rows.
     """
     layer = layout.layers[number]
     if not layer.caches_rows:
@@ -87,5 +87,5 @@ def early_place(layout: KVLayout, number: int, num_rows: int, num_bytes: tuple[i
 
 
 def part_bytes(arrays: Arrays) -> tuple[int, ...]:
-    """Return the bytes of the two parts of a KV frame that carries rows."""
+    """Return the lengths in bytes of the two parts of a KV frame that carries ``arrays``."""
     return (*(each.nbytes for each in arrays), 0)[:2]

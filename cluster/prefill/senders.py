@@ -1,4 +1,4 @@
-"""Threads of a prefill worker that send or read keys and values while the model computes, one per place."""
+"""A prefill worker's threads that send or read keys and values during computing: one per destination or source."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError
 
 POLL_SECONDS = 0.002
-"""Seconds between two looks for answers."""
+"""Seconds between two checks for answers."""
 
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
-"""A function called if something cannot be sent: its numbers, the place, the reason, and whether the place is gone."""
+"""A function called after a failure with: affected job ids or tickets, the port, the reason, whether it is gone."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer to send: (k, v), or (stored,) of a prefix. ``start``: the position of the first.
+    """Rows of a layer to send: (k, v), or (stored,) of a prefix. ``start``: the first row's position.
 
-    ``job_id``: the receiver's number for them: the job's, or an R-worker's ticket. The same holds below.
+    ``job_id``, here and below: the receiver's number for the rows: the job id, or an R-worker's ticket.
     """
 
     job_id: int
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reading:
-    """A layer of a prefix to be read into ``stored``; ``when_read`` is called afterwards."""
+    """A request to read one layer of a prefix into ``stored``; ``when_read`` is called afterwards."""
 
     job_id: int
     layer: int
@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Telling:
-    """A request to call ``tell`` once everything sent of the job is stored."""
+    """A request to call ``tell`` once the receiver has stored all rows sent for the job."""
 
     job_id: int
     tell: Callable[[], None]
@@ -62,7 +62,7 @@ log = logging.getLogger("fastdecode.prefills.worker")
 
 
 class Sender:
-    """A queue of rows for one place, and the thread that sends them. The first failure ends it."""
+    """A queue of rows for one port, and the thread that sends them. The first failure ends the thread."""
 
     def __init__(self, place: Place, security: Security, on_failure: OnFailure) -> None:
         self.place = place
@@ -82,11 +82,11 @@ class Sender:
 
     @property
     def has_ended(self) -> bool:
-        """True after a failure."""
+        """True once a failure has ended the thread."""
         return bool(self._reason)
 
     def close(self) -> None:
-        """Drop the queue and end the thread; may be called twice."""
+        """Drop the queued rows and end the thread; may be called twice."""
         self._is_closed = True
         self._queue.put(None)
 
@@ -100,7 +100,7 @@ class Sender:
         jobs: dict[int, None] = {}
         try:
             self._serve(jobs)
-        except Exception as error:  # whatever it is, the jobs must not wait for ever
+        except Exception as error:  # after any error, the jobs must not wait for ever
             known = isinstance(error, ConnectionError | BackendError)
             with self._lock:
                 self._reason = str(error) or type(error).__name__
@@ -112,11 +112,11 @@ class Sender:
                 self._on_failure(list(jobs), self.place, str(error), True)
 
     def _serve(self, jobs: dict[int, None]) -> None:
-        """Send until ``close``; add the jobs that send to ``jobs``."""
+        """Send queued rows until ``close``; add the jobs whose rows are sent to ``jobs``."""
         raise NotImplementedError
 
     def _next(self, is_busy: bool) -> Item | None:
-        """Return the next item. While answers are due (``is_busy``), return None after a moment without one."""
+        """Wait for the next item of the queue. If ``is_busy`` (answers are due), return None after a short wait."""
         try:
             return self._queue.get(timeout=POLL_SECONDS if is_busy else None)
         except queue.Empty:
@@ -127,24 +127,24 @@ AnySender = TypeVar("AnySender", bound=Sender)
 
 
 class Senders:
-    """The threads of a prefill worker, by task and place. Each starts with the first rows for it."""
+    """A prefill worker's threads, by task and port. A thread starts when its port is first asked for."""
 
     def __init__(self, security: Security, on_failure: OnFailure) -> None:
         self._security, self._on_failure = security, on_failure
         self._threads: dict[tuple[type[Sender], Place], Any] = {}
 
     def of(self, kind: type[AnySender], place: Place) -> AnySender:
-        """Return the thread for ``place``, started if necessary."""
+        """Return the thread of class ``kind`` for ``place``; start it if there is none."""
         if (kind, place) not in self._threads:
             self._threads[kind, place] = kind(place, self._security, self._on_failure)
         return self._threads[kind, place]
 
     def of_each(self, kind: type[AnySender], placed: PlacedRows) -> list[AnySender]:
-        """Return the threads for all ports of an R-worker."""
+        """Return the threads of class ``kind`` for all KV ports of the R-worker in ``placed``."""
         return [self.of(kind, place) for place in placed.places]
 
     def drop_ended(self) -> None:
-        """Forget the failed threads, so that a later job tries again."""
+        """Forget threads that a failure has ended, so that a later job starts new ones."""
         for key in [key for key, sender in list(self._threads.items()) if sender.has_ended]:
             self._threads.pop(key, None)
 
@@ -160,7 +160,7 @@ class ChainSender(Sender):
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
-        # Most jobs that fail with the next prefill worker: the latest that have sent to it
+        # Most recent jobs that are remembered to have sent to the next worker, and fail if it is lost
         most_remembered = 64
         try:
             while not self._is_closed:
@@ -181,7 +181,7 @@ class StoreSender(Sender):
     """Sends to the R-worker that holds the sequence, which confirms each stored piece."""
 
     def when_stored(self, job_id: int, tell: Callable[[], None]) -> None:
-        """Call ``tell`` in the thread once everything sent of ``job_id`` is stored."""
+        """Call ``tell`` in this object's thread once the R-worker has stored all rows sent for ``job_id``."""
         self._put(Telling(job_id, tell))
 
     def _serve(self, jobs: dict[int, None]) -> None:
@@ -214,7 +214,7 @@ class PrefixReader(Sender):
     """Reads a cached prefix from the R-worker that holds the sequence."""
 
     def read(self, job_id: int, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
-        """Fill ``stored``, uint8 [rows, bytes], in the thread, and then call ``when_read``.
+        """Queue the reading of one layer into ``stored``, uint8 [rows, bytes]; then the thread calls ``when_read``.
 
         Raise ConnectionError once the thread has ended.
         """

@@ -1,4 +1,4 @@
-"""A prefill worker's connections: prompts from the S-worker, and keys and values from and to other workers."""
+"""A prefill worker's server: receives prompts from the S-worker, and exchanges keys and values with others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger("fastdecode.prefills.worker")
 
 @dataclass(frozen=True)
 class PrefillModel:
-    """The model of a prefill worker. ``name`` identifies its layout and weights."""
+    """The facts of a prefill worker's model. ``name`` identifies its layout and weights."""
 
     name: str
     layout: KVLayout
@@ -86,14 +86,14 @@ class PrefillServer:
         return self._port.address
 
     def next_job(self, timeout_seconds: float) -> PromptJob | None:
-        """Return the next prompt to compute; None if none came in time."""
+        """Wait for the next prompt part to compute; return its job, or None if none came in time."""
         try:
             return self._queue.get(timeout=timeout_seconds)
         except queue.Empty:
             return None
 
     def finish(self, job: PromptJob, seconds: float, logits: np.ndarray | None) -> None:
-        """Report a computed part to the S-worker, once all R-workers have stored it."""
+        """Report the computed part of ``job`` to the S-worker, once the R-workers have stored its rows."""
         if job.is_cancelled:
             return
         counts = PREFILLED.pack(job.prompt.job_id, seconds, job.sent_bytes, job.stores.num_bytes, job.read_bytes)
@@ -112,7 +112,7 @@ class PrefillServer:
                 self._miss(job, each.ticket, str(error))
 
     def fail(self, job: PromptJob, reason: str) -> None:
-        """Report to the S-worker that a part cannot be computed, unless the S-worker has cancelled it."""
+        """Report to the S-worker that ``job`` cannot be computed, unless the S-worker has cancelled the job."""
         if not job.is_cancelled:
             job.cancel()
             self._report(job, Kind.FAILED, encode(Failure(job.prompt.job_id, reason)))
@@ -134,10 +134,10 @@ class PrefillServer:
             self._port.send(self._peer, kind, *parts)
 
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Handle a frame in the port's thread."""
+        """Handle one frame from the peer ``identity``, in the port's thread."""
         handler = self._handlers.get(frame.kind)
         if frame.kind is Kind.BYE and identity != self._peer:
-            return  # from a refused or former S-worker
+            return  # a frame from a refused or former S-worker
         if handler is None:
             raise FrameError(f"a {frame.kind.name} frame, which a prefill worker does not take")
         if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:
@@ -197,12 +197,12 @@ class PrefillServer:
         self._queue.put(job)
 
     def _stores(self, prompt: Prompt) -> tuple[StoreWay, ...]:
-        """Return the destinations at R-workers that store rows of the part."""
+        """Return, for each R-worker that stores rows of this part, the function that sends rows to it."""
         ways = [(each, self._senders.of_each(StoreSender, each)) for each in prompt.own_stores]
         return tuple(StoreWay(each.start, each.end, store_way(each, self._heads, to), each.ticket) for each, to in ways)
 
     def _prefix(self, prompt: Prompt) -> tuple[ReadWay, ...]:
-        """Return the sources at R-workers that hold the prefix."""
+        """Return, for each R-worker that holds some of the prefix, the function that reads from it."""
         return tuple(
             ReadWay(each.start, each.end, read_way(each, self._heads, self._senders.of_each(PrefixReader, each)))
             for each in prompt.own_prefix
@@ -224,7 +224,7 @@ class PrefillServer:
             self._early.keep(job_id, frame.layer, start, arrays)
 
     def _place(self, job_id: int, frame: Frame, start: int, num_rows: int) -> Arrays:
-        """Return the place for the rows of a KV frame. Raise FrameError for wrong sizes."""
+        """Return the arrays into which a KV frame's rows are read. Raise FrameError for wrong sizes."""
         layers = self._layout.layers
         if not (frame.layer < len(layers) and start >= 0 and 0 < num_rows <= self.model.max_model_len):
             raise FrameError(f"KV: layer {frame.layer}, {num_rows} rows from position {start}")
@@ -245,10 +245,10 @@ class PrefillServer:
             job.cancel()
 
     def _end(self, job_id: int) -> PromptJob | None:
-        """Forget a job, so that late frames for it are dropped; return it, or None."""
+        """Forget job ``job_id``, so that late frames for it are dropped; return the job, or None if unknown."""
         self._early.take(job_id)
         self._ended[job_id] = None
-        # Most ended jobs that are remembered, so that late frames for them are dropped
+        # Most ended jobs whose ids are remembered, so that late frames for them are dropped
         most_ended = 1 << 12
         if len(self._ended) > most_ended:
             self._ended.popitem(last=False)
@@ -258,7 +258,7 @@ class PrefillServer:
         self._drop_peer()
 
     def _drop_peer(self) -> None:
-        """End the session of the lost S-worker, and cancel all its jobs."""
+        """End the session of the S-worker, which is lost, and cancel all its jobs."""
         if self._peer is not None:
             log.info("free")
         self._peer, self._serving = None, ""
@@ -272,7 +272,7 @@ class PrefillServer:
     def _cannot_send(self, numbers: list[int], place: Place, reason: str, is_lost: bool) -> None:
         """Handle a failure to send to, or read from, ``place``.
 
-        ``numbers``: the jobs or tickets under which it knows them. If it ``is_lost``, a later job tries again.
+        ``numbers``: the affected job ids or tickets. If ``is_lost``, the port is gone, and a later job connects again.
         """
         if is_lost:
             self._senders.drop_ended()
@@ -286,7 +286,7 @@ class PrefillServer:
                     self._miss(job, each.ticket, f"{place.address}: {reason}")
 
     def _miss(self, job: PromptJob, ticket: int, reason: str) -> None:
-        """Continue without an R-worker that was to store rows of ``job``, if others store them."""
+        """Continue ``job`` without the R-worker that knows it as ``ticket``, if other R-workers store all rows."""
         if not job.stores.miss(ticket):
             self.fail(job, reason)
         elif not job.is_cancelled:

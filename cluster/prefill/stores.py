@@ -1,4 +1,4 @@
-"""The R-workers that store a job's rows: which of them get no more, and when all others have everything."""
+"""Tracks the R-workers that store a job's rows: which of them have failed, and when all others have all rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastdecode.cluster.prefill.messages import Prompt
 from fastdecode.cluster.prefill.rows import Arrays
 
 Send = Callable[[int, int, Arrays], int]
-"""Queues rows of a layer to be sent: layer, first position, and the rows; returns their bytes."""
+"""A function that queues rows to be sent: it takes layer, first position and rows, and returns their bytes."""
 
 
 @dataclass(frozen=True)
 class StoreWay:
-    """A destination of tokens ``start`` to ``end`` of a prompt.
+    """An R-worker that stores the tokens from ``start`` to ``end`` of a prompt.
 
-    ``send`` queues rows for their R-worker by position, and raises ConnectionError once that is gone. ``ticket``: the
-    R-worker's number for them.
+    ``send`` queues rows for the R-worker by position in the prompt, and raises ConnectionError once the R-worker is
+    gone. ``ticket``: the R-worker's number for these tokens.
     """
 
     start: int
@@ -28,9 +28,9 @@ class StoreWay:
 
 
 class Stores:
-    """The ways of one part of a prompt to the R-workers that store it. For any thread.
+    """The R-workers that store one part of a prompt. Any thread may use this object.
 
-    ``missed``: tickets of R-workers that get no more; ``num_bytes``: that were queued.
+    ``missed``: tickets of R-workers that get no more rows. ``num_bytes``: bytes of all rows queued.
     """
 
     def __init__(self, prompt: Prompt, ways: Sequence[StoreWay]) -> None:
@@ -42,9 +42,9 @@ class Stores:
         self.num_bytes = 0
 
     def send(self, queue: Callable[[Send, int, int], int]) -> None:
-        """Have ``queue`` queue the rows of each R-worker: its way, first position and end.
+        """Call ``queue`` for each R-worker with its ``send``, first position and end, to queue the R-worker's rows.
 
-        ConnectionError where an R-worker is gone and no other has its rows.
+        Raise ConnectionError if an R-worker is gone and no other R-worker has its rows.
         """
         for way in self._ways:
             if way.ticket in self.missed:
@@ -56,7 +56,7 @@ class Stores:
                     raise
 
     def miss(self, ticket: int) -> bool:
-        """Send the R-worker that knows the prompt by ``ticket`` no more of it; return whether others store all rows."""
+        """Send no more rows to the R-worker with ``ticket``; return whether other R-workers store all its rows."""
         with self._lock:
             self.missed.add(ticket)
             self._to_store = [each for each in self._to_store if each != ticket]
@@ -68,14 +68,14 @@ class Stores:
         return reached >= self._end
 
     def when_stored(self, tickets: Sequence[int], tell: Callable[[], None]) -> None:
-        """Call ``tell`` once ``stored`` was called for each of ``tickets`` that is not missed."""
+        """Call ``tell`` once ``stored`` was called for each of ``tickets`` that is not in ``missed``."""
         with self._lock:
             self._to_store = [each for each in tickets if each not in self.missed]
             self._when_stored = tell
         self._tell_if_stored()
 
     def stored(self, ticket: int) -> None:
-        """Note that one of the ports of the R-worker with ``ticket`` has all rows."""
+        """Note that one KV port of the R-worker with ``ticket`` has stored all its rows."""
         with self._lock:
             if ticket in self._to_store:
                 self._to_store.remove(ticket)

@@ -39,7 +39,7 @@ def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimi
 def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> Verdict:
     """Compare two ways that both work."""
     ratio = service.tokens_per_second / alone.output_tokens_per_second
-    times = f"{ratio:.2g} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
+    times = f"{digits(ratio, 2)} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
     if ratio <= 1:
         return Verdict(False, f"Do not use FastDecode here: it gives {times}.")
     price = service.price_per_million_tokens

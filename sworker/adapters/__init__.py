@@ -1,4 +1,4 @@
 """Adapters between unmodified modules and the pipeline, one per kind or family.
 
-They hand over q, k, v, or rows of states.
+They pass q, k and v, or a recurrent layer's rows, from the module to the pipeline.
 """

@@ -1,7 +1,7 @@
-"""Attention calls by kind: what a layer's call passes on, how R-workers see the layer, and how o is made.
+"""Attention calls by kind of layer: what a call sends to R-workers, how they see the layer, and how o is made.
 
-There is one class per kind. A module that is not dense makes its own by ``make_calls``. An index or a recurrence is
-passed beside the call, as an object that is itself of such a class.
+There is one class per kind. A module of another kind than dense returns its calls by ``make_calls``. An index or a
+recurrence is an argument of the attention call, and is itself an object of such a class.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Calls:
         return Dense(query.shape[1], key.shape[1], key.shape[3], value.shape[3], **rule)
 
     def weights(self, module: Any) -> Callable[[], Any] | None:
-        """Return a function that makes the weights for R-workers to multiply with; None if they need none."""
+        """Return a function that makes the layer's weights for R-workers; None if they multiply with no weights."""
         return None
 
     def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
-        """Return the heads of a row of o, and the elements of each."""
+        """Return (heads, elements per head) of one row of o."""
         return query.shape[1], value.shape[3]
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -58,16 +58,16 @@ class Calls:
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
-        """Return queries in the form in which torch scores them on the model's device."""
+        """Return ``query`` in the form in which torch's attention on the model's device scores it."""
         return query
 
     def finished(self, module: Any, o: torch.Tensor) -> torch.Tensor:
-        """Return o for queries from :meth:`scored` as R-workers would have returned it."""
+        """Return ``o``, computed for queries from :meth:`scored`, in the form in which R-workers return it."""
         return o
 
 
 DENSE = Calls()
-"""Calls of modules without calls of their own."""
+"""The calls of modules that have no ``make_calls``."""
 
 
 INDEX_ARGUMENTS = ("indices", "block_indices")
@@ -75,11 +75,11 @@ INDEX_ARGUMENTS = ("indices", "block_indices")
 
 
 def index_argument(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the argument that holds an index; None without one."""
+    """Return the name of the attention argument that holds an index; None if no argument does."""
     return next((name for name in INDEX_ARGUMENTS if hasattr(kwargs.get(name), "send_before")), None)
 
 
 def calls_of(module: Any) -> Calls:
-    """Return the calls of a module's kind."""
-    make = getattr(type(module), "make_calls", None)  # of the class: missing attributes of modules are slow
+    """Return the ``Calls`` of ``module``, by its kind of layer."""
+    make = getattr(type(module), "make_calls", None)  # on the class: looking up a missing attribute of a module is slow
     return make(module) if make else DENSE

@@ -27,7 +27,7 @@ def use_padded_experts(model: torch.nn.Module) -> None:
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``hidden_states`` [rows, hidden] through each row's experts ``top_k_index``, int64 [rows, k], weighted."""
+    """Return each row's weighted sum of its experts' outputs, [rows, hidden]; ``top_k_index``: int64 [rows, k]."""
     k = top_k_index.shape[1]
     counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
     min_expert_rows = 8

@@ -1,7 +1,7 @@
 """Trained sparsity: a layer's queries see only the tokens that an index picks.
 
-An indexer has its own queries, and one key per token. Its keys are cached where the picked rows are. So indexers pass
-their queries and keys on as a layer of their own (``fastdecode.kinds.Index``), instead of their picks.
+An indexer has its own queries, and one key per token. R-workers cache its keys beside the rows that it picks. So an
+indexer sends its queries and keys as a separate layer (``fastdecode.kinds.Index``), and R-workers pick.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.run.staging import DTYPE_NAME
 
 PROOF_ROWS = 24
-"""Random rows on which an indexer's picks are compared with those of this module."""
+"""Number of random rows on which an indexer's picks are compared with this module's picks."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class IndexRows(Calls):
     is_sent: bool = False
 
     def send_before(self, attend: Attend, module: torch.nn.Module) -> None:
-        """Send them once, as a layer before that of ``module``."""
+        """Send these rows, unless already sent, as an index layer before the layer of ``module``."""
         if not self.is_sent:
             self.is_sent = True
             self.send(attend, module, self.q, self.k, self.k[..., :0], None, scaling=self.scale)
@@ -64,7 +64,7 @@ class TokenIndexer:
     def forward(
         self, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any
     ) -> IndexRows:
-        """Return the rows for ``hidden_states`` [1, T, hidden_size] and ``q_resid`` [1, T, rank of queries]."""
+        """Return the index rows of ``hidden_states`` [1, T, hidden_size] and ``q_resid`` [1, T, rank of queries]."""
         own: Any = self
         q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
         k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
@@ -89,7 +89,7 @@ class BlockIndexer:
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any) -> IndexRows:
-        """Return the rows for ``hidden_states`` [1, T, hidden_size]."""
+        """Return the index rows of ``hidden_states`` [1, T, hidden_size]."""
         own: Any = self
         q = own.q_norm(own.q_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
         k = own.k_norm(own.k_proj(hidden_states).unflatten(-1, (-1, own.head_dim))).transpose(1, 2)
@@ -131,7 +131,7 @@ def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the ``most`` best scores [heads, rows, places] of each row among those ``seen``: bool, as scores."""
+    """Return which ``scores`` [heads, rows, candidates] are among the row's best ``most`` that are ``seen``: bool."""
     scores = scores.masked_fill(~seen, -torch.inf)
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
@@ -153,8 +153,8 @@ def use_index(model: torch.nn.Module) -> None:
 def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
     """Return sharding styles for attention with an index whose heads each pick for one KV head.
 
-    A rank has its own heads of both, and of layers beside them that see all tokens. transformers' own plan gives all
-    heads to every rank, since its masks cover all heads.
+    A rank has its own heads of attention and of the index, also in layers that see all tokens. transformers' own plan
+    gives all heads to every rank, since its masks cover all heads.
     """
     named = dict(model.named_modules())
     indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
@@ -166,21 +166,21 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pass a placeholder mask to such a layer, which cuts its mask for its indexer."""
+    """Add a placeholder mask to the arguments of an attention layer that cuts the mask for its indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs
 
 
 def _proven(indexer: Any, over_latents: bool) -> type | None:
-    """Return a class that picks as ``indexer`` does on random rows, with ``forward`` from here.
+    """Return a class with a ``forward`` from this file that picks the same as ``indexer`` on random rows.
 
-    Return None if there is none.
+    Return None if no class does.
     """
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
-    # Rotation functions of modeling modules, of which an indexer uses one
+    # Names of rotation functions in modeling modules; an indexer uses one of them
     rotations = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
     for name, last in product(rotations, (False, True) if mixin is TokenIndexer else (False,)):
         if rotate := getattr(sys.modules[own.__module__], name, None):
@@ -193,7 +193,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
-    """Return whether ``indexer`` and its rows as a ``found`` pick the same on a few random rows."""
+    """Return whether ``indexer``, as it is and turned into class ``found``, picks the same on random rows."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
     places = torch.arange(PROOF_ROWS)
     seen = places <= places[:, None]
@@ -218,13 +218,13 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
 
 
 def _dtype_of(linear: Any, other: torch.Tensor) -> torch.dtype:
-    """The dtype that ``linear`` computes in; that of ``other`` where its weight is packed."""
+    """Return the dtype in which ``linear`` computes; the dtype of ``other`` if the weight is packed."""
     dtype: torch.dtype = getattr(getattr(linear, "weight", None), "dtype", other.dtype)
     return dtype if dtype in DTYPE_NAME else other.dtype
 
 
 def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
-    """Return random hidden states [1, rows, hidden size], the input of the tokens' queries, and cosines and sines."""
+    """Return random forward arguments: hidden states [1, rows, hidden], query input if ``tokens``, (cos, sin)."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
     sizes = [each.in_features for each in linears]

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Absorbed(torch.nn.Linear):
-    """``kv_b_proj``, K and V of all heads: weight [num_heads · (nope + value dims), rank]. It is never called again."""
+    """Replaces ``kv_b_proj``; holds its weight, K and V of all heads, [num_heads · (nope + value dims), rank]."""
 
 
 class LatentRows:
-    """The mix-in for an MLA module that passes latent rows on instead of keys and values.
+    """The mix-in that makes an MLA module send latent rows instead of keys and values.
 
-    It is mixed into the module's own class, whose ``forward`` stays.
+    It is mixed into the module's own class, whose ``forward`` is kept.
     """
 
     kv_b_proj: Absorbed
@@ -42,36 +42,36 @@ class LatentRows:
     """True if this process multiplies K and V with queries and outputs; False if R-workers do."""
 
     def make_calls(self) -> Calls:
-        """Return the calls of such a module."""
+        """Return the attention calls of a module with latent rows."""
         return LatentCalls(self)
 
     @property
     def absorption(self) -> Absorption | None:
-        """Sizes of K and V if R-workers multiply them; None otherwise."""
+        """Sizes of the K and V projections if R-workers multiply with them; None if this process does."""
         return None if self.absorbs_here else Absorption(self.qk_nope_head_dim, self.v_head_dim)
 
     def head_weights(self) -> np.ndarray:
-        """Return K above V of each head, [num_heads, nope + value dims, rank], as numpy represents them."""
+        """Return each head's K and V projections, [num_heads, nope + value dims, rank], as a numpy array."""
         return to_numpy(self._heads().cpu())
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows [1, 1, T, rank + rope] and no values.
+        """Return (latent rows [1, 1, T, rank + rope], empty values).
 
-        They are made of latents [1, 1, T, rank] and rotary keys [1, 1, T, rope].
+        A row joins a latent of ``kv_nope`` [1, 1, T, rank] and a rotary key of ``k_rot`` [1, 1, T, rope].
         """
         return torch.cat((kv_nope, k_rot), -1), kv_nope[..., :0]
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """Return [1, num_heads, T, rank + rope] for queries [1, num_heads, T, nope + rope]."""
+        """Multiply queries [1, num_heads, T, nope + rope] by K; return [1, num_heads, T, rank + rope]."""
         nope, rotary = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         return torch.cat((multiplied_by_head(nope, self._heads()[:, : self.qk_nope_head_dim]), rotary), -1)
 
     def expand_output(self, o: torch.Tensor) -> torch.Tensor:
-        """Return [1, T, num_heads, value dims] for outputs [1, T, num_heads, rank]."""
+        """Multiply outputs over latents, [1, T, num_heads, rank], by V; return [1, T, num_heads, value dims]."""
         return multiplied_by_head(o.transpose(1, 2), self._heads()[:, self.qk_nope_head_dim :].mT).transpose(1, 2)
 
     def _heads(self) -> torch.Tensor:
-        """Return K and V of each head, [num_heads, nope + value dims, rank]; after sharding, of this rank's heads."""
+        """Return the K and V projections, [num_heads, nope + value dims, rank], of this rank's heads."""
         return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
 
 
@@ -122,7 +122,7 @@ def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 
 
 def use_latent_rows(model: torch.nn.Module) -> None:
-    """Make every MLA module of ``model`` pass its latent rows on, if that proves to be equal.
+    """Make every MLA module of ``model`` send latent rows, if its attention proves to stay equal.
 
     A module with an unknown ``expand_kv`` stays as it is.
     """
@@ -146,7 +146,7 @@ def use_latent_rows(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _unpack_values(module: Any) -> None:
-    """Put a plain layer in place of a packed ``kv_b_proj``: what it makes of the unit vectors is its weight."""
+    """Replace a packed ``kv_b_proj`` by a plain layer. The packed layer's outputs for unit vectors are the weight."""
     own, width = getattr(module, "kv_b_proj", None), getattr(module, "kv_lora_rank", 0)
     plain = type(own) is torch.nn.Linear and type(own.weight) is torch.nn.Parameter and own.weight.dtype in DTYPE_NAME
     if own is None or plain or getattr(own, "bias", None) is not None:
@@ -158,7 +158,7 @@ def _unpack_values(module: Any) -> None:
 
 
 def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
-    """Make every module with latent rows pass its queries on unabsorbed; return whether ``model`` has such modules."""
+    """Make every module with latent rows send its queries unabsorbed; return whether ``model`` has such modules."""
     modules = [module for module in model.modules() if isinstance(module, LatentRows)]
     for module in modules:
         module.absorbs_here = False
@@ -182,7 +182,7 @@ def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _is_known(module: Any) -> bool:
-    """Return whether attention over latent rows equals that over what ``module`` expands, on random rows."""
+    """Return whether attention over latent rows equals attention over ``module``'s keys and values, on random rows."""
     projection = getattr(module, "kv_b_proj", None)
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return False

@@ -1,8 +1,8 @@
 """Masks that a model requests from transformers, read as scoring rules: which tokens each layer's queries see.
 
 Most models also pass their sliding windows to the attention call; some only call transformers' mask functions.
-FastDecode's forwards build no masks. So a probe requests them once, under another attention name. Each layer's rule is
-that of the mask in its call.
+FastDecode's forwards build no masks. So a probe makes the model build its masks once, under another attention name.
+Each layer follows the rule of the mask in its attention call.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ PROBE_NAME = "fastdecode_probe"
 """The ``attn_implementation`` under which a probed model requests masks."""
 
 SQUARE = 48
-"""Tokens of a text for which each mask is examined completely."""
+"""Length in tokens of the text for which every (query, key) pair of a mask is examined."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A mask that was given to the model, and the function it was made from."""
+    """A mask that was given to the model, and the mask function by which the model asked for it."""
 
     mask: torch.Tensor
     function: Callable[..., torch.Tensor]
     local_size: int
 
     def is_whole(self, mask: torch.Tensor) -> bool:
-        """Return whether ``mask`` is this mask, or its first columns, unchanged."""
+        """Return whether ``mask`` is the given mask, or its first columns, unchanged."""
         return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
 
     @property
     def reach(self) -> int:
-        """Tokens of a text for which the rule is examined."""
+        """Length in tokens of the text for which the mask function is examined."""
         return max(SQUARE, 3 * self.local_size + 3)
 
     def sight(self) -> Sight | None:
-        """Return the rule that the mask's function follows at every position; None if no known rule fits."""
+        """Return which tokens the mask function shows to a query at every position; None if no known rule fits."""
         queries, keys = _pairs(self.local_size, self.mask.device)
         nought = torch.zeros_like(queries)
         try:
             seen = self.function(nought, nought, queries, keys)
         except (IndexError, RuntimeError, TypeError, ValueError):
-            return None  # it depends on the tokens of one text
+            return None  # the mask depends on the tokens of one text
         seen = seen.broadcast_to(keys.shape)
         rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
         return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
@@ -66,7 +66,7 @@ def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class MaskProbe:
-    """The masks that one forward requests, in order."""
+    """Records the masks that one forward requests, in order."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -80,12 +80,12 @@ class MaskProbe:
         return mask
 
     def find(self, mask: torch.Tensor) -> int | None:
-        """Return the number of the mask in an attention call; None if the model made or changed the mask."""
+        """Return the number of the given mask that ``mask`` is; None if the model itself made or changed ``mask``."""
         return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
 
 
 class ProbedGreenlet(ModelGreenlet):
-    """A greenlet whose forward gets its masks from ``masks``."""
+    """A greenlet that runs a model's forward, which gets its masks from the probe ``masks``."""
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor], masks: MaskProbe) -> None:
         super().__init__(run, attend)
@@ -101,7 +101,7 @@ def _mask(
     device: Any = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """Make a mask for ``PROBE_NAME`` when transformers asks for one."""
+    """Return the mask that transformers asks for under ``PROBE_NAME``, from the running greenlet's probe."""
     current = getcurrent()
     if not isinstance(current, ProbedGreenlet):
         raise RuntimeError("a model loaded by FastDecode asks for masks only in its probe")
@@ -109,7 +109,7 @@ def _mask(
 
 
 def cached_windows(hf_config: Any) -> list[int]:
-    """Return how many tokens of each layer the cache of ``generate`` keeps; 0 means all."""
+    """Return, by layer, how many tokens transformers' own cache (in ``generate``) keeps; 0 means all."""
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):

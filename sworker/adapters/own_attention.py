@@ -13,7 +13,7 @@ import torch
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # `fused.py` looks for this name
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # `fused.py` replaces this name
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
@@ -37,7 +37,7 @@ def _attended(
     alibi_slopes: Slopes = (),
     window: int = 0,
 ) -> torch.Tensor:
-    """Return o [1, T, num_heads · dim] of query, key and value [1, heads, T, dim]."""
+    """Pass query, key and value [1, heads, T, dim] to our attention; return o [1, T, num_heads · dim]."""
     query, key = query.to(value.dtype), key.to(value.dtype)
     rules: Any = {"scaling": scale, "alibi_slopes": alibi_slopes, "sliding_window": window}
     return attend(module, query, key, value, None, **rules)[0].flatten(2)
@@ -71,8 +71,8 @@ class FalconAttention(falcon.FalconAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return ``hidden_states`` [1, T, hidden] through attention."""
-        # All variants store a group of queries, then its key and its value, which `_split_heads` may repeat.
+        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
+        # All variants store a group's queries, then the group's key and value, which `_split_heads` may repeat.
         groups = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         heads = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         query, key, value = (each.transpose(1, 2) for each in heads)
@@ -93,7 +93,7 @@ class BloomAttention(bloom.BloomAttention):
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return ``residual`` plus attention over ``hidden_states`` [1, T, hidden]."""
+        """Return ``residual`` plus the attention layer's output for ``hidden_states`` [1, T, hidden]."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         o = self.dense(_attended(self, query, key, value, self.inv_norm_factor, self.alibi_slopes))
         return bloom.dropout_add(o, residual, self.hidden_dropout, self.training), None
@@ -108,7 +108,7 @@ class MptAttention(mpt.MptAttention):
         return tuple((-mpt.build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]).tolist())
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return ``hidden_states`` [1, T, hidden] through attention."""
+        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
         fused = self.Wqkv(hidden_states)
         if self.clip_qkv:
             fused = fused.clamp(-self.clip_qkv, self.clip_qkv)
@@ -121,7 +121,7 @@ class MptModel(mpt.MptModel):
     """The MPT model without the mask and the bias (of ``max_seq_len`` positions) for its own attention."""
 
     def build_mpt_alibi_tensor(self, *_: Any, **__: Any) -> None:
-        """Return None, since attention has the slopes."""
+        """Return None, since our attention gets the ALiBi slopes and needs no bias tensor."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """Call the model with a mask of four dimensions, which it uses unchanged."""
@@ -134,7 +134,7 @@ class GPTJAttention(gptj.GPTJAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return o of query, key and value, all [1, heads, T, dim]."""
+        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.scale_attn), self.num_attention_heads), None
 
 
@@ -150,7 +150,7 @@ class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return o of query, key and value, all [1, heads, T, dim]."""
+        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         window = self.config.window_size if self.attention_type == "local" else 0
         return _as_heads(_attended(self, query, key, value, 1.0, window=window), self.num_heads), None
 
@@ -161,7 +161,7 @@ class GPTNeoXJapaneseAttention(japanese.GPTNeoXJapaneseAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return o of query, key and value, all [1, heads, T, dim]."""
+        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.norm_factor), self.num_attention_heads), None
 
 
@@ -176,7 +176,7 @@ class OpenAIGPTAttention(openai.Attention):
         attention_mask: Any = None,
         output_attentions: Any = None,
     ) -> list[torch.Tensor]:
-        """Return [o], of q and v [1, heads, T, dim] and k [1, heads, dim, T]."""
+        """Return [o] for q and v [1, heads, T, dim], and k [1, heads, dim, T]."""
         scale = v.shape[-1] ** -0.5 if self.scale else 1.0
         return [_as_heads(_attended(self, q, k.transpose(2, 3), v, scale), self.n_head)]
 
@@ -185,14 +185,14 @@ class XGLMAttention(xglm.XGLMAttention):
     """XGLM's attention without cross-attention."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return ``hidden_states`` [1, T, hidden] through attention."""
+        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (_as_heads(project(hidden_states), self.num_heads) for project in projections)
         return self.out_proj(_attended(self, query, key, value, self.scaling)), None
 
 
 class _BertSelfAttention:
-    """BERT's attention in a decoder. A model that is no decoder reports that, and is refused."""
+    """BERT's attention in a decoder. The probe refuses a model that was not made as a decoder."""
 
     @property
     def is_causal(self: Any) -> bool:
@@ -200,7 +200,7 @@ class _BertSelfAttention:
         return bool(self.is_decoder)
 
     def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return the output of the heads for ``hidden_states`` [1, T, hidden], of the same shape."""
+        """Return the heads' outputs for ``hidden_states`` [1, T, hidden], of the same shape."""
         projections = (self.query, self.key, self.value)
         query, key, value = (_as_heads(project(hidden_states), self.num_attention_heads) for project in projections)
         return _attended(self, query, key, value, self.attention_head_size**-0.5), None
@@ -215,14 +215,14 @@ class RemBertSelfAttention(_BertSelfAttention, rembert.RemBertSelfAttention):
 
 
 def register() -> None:
-    """Enter our attention in the tables of models that have one."""
+    """Enter our attention classes in the tables from which some models choose an attention class by name."""
     falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = FalconAttention
     gptj.GPTJ_ATTENTION_CLASSES[ATTENTION_NAME] = GPTJAttention
     gpt_neo.GPT_NEO_ATTENTION_CLASSES[ATTENTION_NAME] = GPTNeoSelfAttention
 
 
 def adapt(model: torch.nn.Module) -> None:
-    """Replace attention modules of a loaded model by their adapters, if it has no such table."""
+    """Replace attention modules of a loaded model by their adapters, if its code has no table of classes."""
     in_place_of: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
         bloom.BloomAttention: BloomAttention,
         mpt.MptAttention: MptAttention,

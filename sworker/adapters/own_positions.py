@@ -1,4 +1,4 @@
-"""Llama 4's layers without rotary embeddings, which scale their queries by positions that they count themselves.
+"""Adapter for Llama 4's layers without rotary embeddings, which scale queries by positions that they count.
 
 They count from the number of tokens in their cache. Here rows of many sequences are packed, each at its own position,
 and the S-worker has no cache. So a stand-in for the cache returns offsets that make the count give the right positions.
@@ -13,7 +13,7 @@ from transformers.models.llama4 import modeling_llama4 as llama4
 
 
 class _Places:
-    """A stand-in for the cache of a forward whose rows are at ``positions`` [1, T]; it keeps nothing."""
+    """A stand-in for a forward's KV cache that keeps nothing. The rows are at ``positions`` [1, T]."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._positions = positions[0]
@@ -23,12 +23,12 @@ class _Places:
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows' own keys and values."""
+        """Return ``keys`` and ``values`` unchanged, as if the cache had been empty."""
         return keys, values
 
 
 class Llama4TextDecoderLayer(llama4.Llama4TextDecoderLayer):
-    """The model's own layer, whose attention counts to the given positions."""
+    """The model's own layer, whose attention uses the given positions instead of counting."""
 
     def forward(
         self,
@@ -38,13 +38,13 @@ class Llama4TextDecoderLayer(llama4.Llama4TextDecoderLayer):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return ``hidden_states`` [1, T, hidden] at ``position_ids`` [1, T] through the layer."""
+        """Return the layer's output for ``hidden_states`` [1, T, hidden] at ``position_ids`` [1, T]."""
         places: Any = _Places(position_ids)
         return super().forward(hidden_states, attention_mask, position_ids, places, **kwargs)
 
 
 def use_given_positions(model: torch.nn.Module) -> None:
-    """Replace the layers of a loaded model by their adapter."""
+    """Replace Llama 4's decoder layers in ``model`` by ``Llama4TextDecoderLayer``."""
     for module in model.modules():
         if type(module) is llama4.Llama4TextDecoderLayer:
             module.__class__ = Llama4TextDecoderLayer

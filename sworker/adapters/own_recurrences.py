@@ -1,4 +1,4 @@
-"""Recurrences that are methods of modules: lightning attention (MiniMax) and the RG-LRU."""
+"""Adapters for recurrences that are methods of modules: lightning attention (MiniMax) and the RG-LRU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.sworker.adapters.states import Recurrence, advance, as_heads, co
 def _lightning_attention(
     self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute MiniMax's linear attention: a scan whose heads have constant decay rates and add each token whole."""
+    """Let the R-worker compute MiniMax's linear attention: a scan with a constant decay per head."""
     heads, dim = self.num_attention_heads, self.head_dim
     rows = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * dim))
     query, key, value = rows.split(dim, -1)
@@ -29,7 +29,7 @@ def _lightning_attention(
 def _linear_recurrence(
     self: Any, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Compute the RG-LRU over gated ``hidden_states`` [1, T, channels]; ``recurrent_gate`` gives each one's decay."""
+    """Let the R-worker compute the RG-LRU of ``hidden_states`` [1, T, channels]; ``recurrent_gate`` sets decays."""
     heads, dim = as_heads(hidden_states.shape[2])
     rows = payload((hidden_states,), (recurrent_gate,))
     return advance(rows, Recurrence("lru", None, heads, dim, 0, 1)).flatten(2), None
@@ -47,13 +47,13 @@ class _Convolved(nn.Module):
 
 
 def use_own_recurrences(model: nn.Module) -> bool:
-    """Make modules of ``model`` with such recurrences leave its forwards; return False if it has none."""
+    """Let R-workers compute the recurrences of ``model`` that are methods; return False if it has none."""
     # Methods of transformers' modules by class, and their replacements in our forwards
     methods = {
         "MiniMaxLightningAttention": ("forward", _lightning_attention),
         "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
     }
-    # Modules that convolve by a submodule, and its name
+    # Modules that convolve by a submodule, and the submodule's attribute name
     convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
     found = [each for each in model.modules() if type(each).__name__ in {*methods, *convolutions}]
     for each in found:

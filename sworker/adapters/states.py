@@ -1,10 +1,10 @@
 """Recurrent layers: the R-worker with a sequence's state computes its convolution and recurrence.
 
-transformers computes both in functions of its modeling modules: the convolution of rows, then the recurrence over its
-result. Our forwards replace these functions. The convolution passes its rows through, and the recurrence leaves the
-greenlet with a payload of them, with decays and rates, as attention does with q, k and v. If the model computes more
-between convolution and recurrence (Mamba-1, the RG-LRU), both leave it, as two layers. Projections, gates and norms
-stay the model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
+transformers computes both in functions of its modeling modules: the convolution of rows, then the recurrence over the
+result. Our forwards replace these functions. The convolution returns its rows unchanged. The recurrence sends these
+rows, with decays and rates, to the R-worker, as attention sends q, k and v. If the model computes more between
+convolution and recurrence (Mamba-1, the RG-LRU), each is sent as a layer. Projections, gates and norms stay the
+model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence(Calls):
-    """Calls of a recurrent layer: what the R-worker does with its rows, as found in a forward."""
+    """The calls of a recurrent layer: its recurrence and convolution for the R-worker, as found in a forward."""
 
     caches_rows = False
 
@@ -66,7 +66,7 @@ class Recurrence(Calls):
         return self.heads, self.value_dim
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the first channels of a row in place of o."""
+        """Return the first channels of each row as a stand-in for o, for the probe."""
         return key[0, :, :, : self.heads * self.value_dim].unflatten(-1, (self.heads, self.value_dim)).contiguous()
 
 
@@ -75,7 +75,7 @@ def _bytes_of(tensor: torch.Tensor | None) -> bytes:
 
 
 def advance(rows: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
-    """Leave the greenlet with ``rows`` [T, elements]; return o [1, T, heads, value_dim] afterwards."""
+    """Send ``rows`` [T, elements] to the R-worker for ``recurrence``; return o [1, T, heads, value_dim]."""
     none = rows.new_empty(1, 1, len(rows), 0)
     return recurrence.send(_forward().attend, None, none, rows[None, None], none, None)
 
@@ -101,7 +101,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Note the convolution of ``hidden_states`` [1, channels, T], and return them unchanged."""
+    """Note the convolution for the recurrence that follows; return ``hidden_states`` [1, channels, T] unchanged."""
     _forward().convolution = Convolution(weight, bias, activation is not None)
     return hidden_states
 
@@ -113,7 +113,7 @@ def convolved(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Let the R-worker convolve ``hidden_states`` [1, channels, T]; return the same shape."""
+    """Let the R-worker convolve ``hidden_states`` [1, channels, T]; return the result, of the same shape."""
     heads, dim = as_heads(hidden_states.shape[1])
     convolution = Convolution(weight, bias, activation is not None)
     recurrence = Recurrence("window", convolution, heads, dim)
@@ -122,9 +122,9 @@ def convolved(
 
 
 def as_heads(channels: int) -> tuple[int, int]:
-    """Return the heads, and the channels of each, if each channel is independent."""
-    # Channels that count as a head in a layer that is only a convolution. R-workers' threads divide a sequence by
-    # heads.
+    """Return (heads, channels per head) into which ``channels`` independent channels are split."""
+    # Channels per head in a layer that is only a convolution. R-workers divide a sequence among threads by heads,
+    # so heads are needed.
     window_dims = (64, 32, 16)
     dim = next((dim for dim in window_dims if channels % dim == 0), 1)
     return channels // dim, dim
@@ -140,7 +140,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the gated delta rule over rows before their convolution.
+    """Let the R-worker convolve rows and compute the gated delta rule over them.
 
     ``g``: [1, T, heads] or [1, T, heads, key_dim].
     """
@@ -167,7 +167,7 @@ def _scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **__: Any,
 ) -> torch.Tensor:
-    """Compute Mamba-2's scan over rows before their convolution, with time steps as transformers makes them."""
+    """Let the R-worker convolve rows and compute Mamba-2's scan, with time steps as transformers makes them."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1]).float()
     heads, value_dim = hidden_states.shape[2:]
@@ -188,7 +188,7 @@ def _selective_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Compute Mamba-1's scan over convolved ``hidden_states`` [1, channels, T]; ``A`` [channels, key_dim]."""
+    """Let the R-worker compute Mamba-1's scan of ``hidden_states`` [1, channels, T]; ``A`` is [channels, key_dim]."""
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
     heads, dim = as_heads(hidden_states.shape[1])
@@ -200,7 +200,7 @@ def _selective_scan(
 
 
 def use_states(model: torch.nn.Module) -> bool:
-    """Make recurrent layers of ``model`` leave its forwards; return False if it has no known ones."""
+    """Let R-workers compute the recurrent layers of ``model``; return False if it has no known ones."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     convolution = "causal_conv1d_fn"
     found = [each for each in modules if hasattr(each, convolution)]
@@ -222,7 +222,7 @@ def use_states(model: torch.nn.Module) -> bool:
 
 
 def replace(module: ModuleType | type, name: str, ours: Callable[..., Any]) -> None:
-    """Make ``module``, or a class, call ``ours`` within our forwards, and the original function elsewhere."""
+    """Replace function ``name`` of a module or class: our forwards call ``ours``, other callers the original."""
     theirs = getattr(module, name)
     if hasattr(theirs, "in_forwards"):
         return

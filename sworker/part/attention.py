@@ -1,4 +1,4 @@
-"""Attention of a prompt part's rows on a prefill worker, over the keys and values before them and their own.
+"""Attention of a prompt part's rows on a prefill worker, over the keys and values of earlier rows and their own.
 
 On a CPU an R-worker's own kernels compute it, over keys and values in the form of the R-workers' caches. So a token
 gets the same bits as on the S-worker or an R-worker (``PromptCache``). On a GPU torch's attention computes it.
@@ -33,10 +33,10 @@ from fastdecode.sworker.run.prompts import (
 from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
 
 TIMED_ROWS = 512
-"""Rows of the timed attention, over as many earlier keys."""
+"""Number of rows of the timed attention; they attend to as many earlier keys."""
 
 SEQUENCE_ID = 0
-"""Id of the only sequence that a layer's cache holds at a time."""
+"""The id of the sequence in a layer's cache, which holds one sequence at a time."""
 
 
 class LayerCache(Protocol):
@@ -49,33 +49,33 @@ class LayerCache(Protocol):
         """Store ``k`` and ``v``, and attend ``q`` into ``out``."""
 
     def end_step(self) -> object:
-        """Commit what was stored."""
+        """Commit the rows that the open step has stored."""
 
     def abandon_step(self) -> None:
-        """Forget what was stored."""
+        """Drop the rows that the open step has stored."""
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray) -> None:
-        """Make a new sequence from stored bytes."""
+        """Make a new sequence of ``num_tokens`` tokens from ``data``, the cache's bytes."""
 
     def read_tokens(self, sequence_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and values as float32 [tokens, num_kv_heads, …]."""
+        """Return the keys and the values of all tokens, each float32 [tokens, num_kv_heads, …]."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
-        """Return tokens as stored bytes, and the state of recurrent layers if it is the one after these tokens."""
+        """Return the cache's bytes of the tokens, and recurrent states if they are the states after these tokens."""
 
     def sequence_ids(self) -> list[int]:
-        """Return the ids of its sequences."""
+        """Return the ids of the cache's sequences."""
 
     def close(self) -> None:
-        """Free everything; may be called twice."""
+        """Free all memory; may be called twice."""
 
 
 MakeCache = Callable[[KVLayout], LayerCache]
-"""A function that makes a cache for a layout of few layers. It holds the longest prompt, and has its own threads."""
+"""A function that makes a cache for a layout of few layers. The cache holds the longest prompt; it has own threads."""
 
 
 class Rows(NamedTuple):
-    """The rows of a part in one layer: ``q`` [rows, num_heads, query_dim]; ``kv`` has their keys and values."""
+    """A prompt part's rows in one layer: ``q`` [rows, num_heads, query_dim]; ``kv`` has their keys and values."""
 
     layer: int
     q: np.ndarray
@@ -88,30 +88,30 @@ class PartAttention(Protocol):
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         """Return o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
 
-        The rows' positions begin at ``start``. ``kv`` has their own keys and values, and may reach further. An index
-        layer's o is zeros; the layers that use its picks follow it.
+        The first row is at position ``start``. ``kv`` has keys and values up to the last row's position, or further.
+        An index layer's o is zeros; the layers that use its picks follow the index.
         """
 
     def close(self) -> None:
-        """Free everything; may be called twice."""
+        """Free all memory; may be called twice."""
 
 
 class LayerCaches:
     """A cache for each kind of layer; it holds one layer of one prompt at a time.
 
-    A layer's data is not needed once its rows have attended. So this takes the keys and values of one layer, not of the
-    model. Equal layers share a cache, in most models all of them. A layer that uses an index's picks has the index
-    beside it, which picks again for each such layer.
+    A layer's data is not needed once its rows have attended. So memory for one layer suffices. Equal layers share a
+    cache, in most models all of them. A layer that uses an index's picks shares its cache with the index, which picks
+    again for each such layer.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """``layout``: with the R-workers' KV dtype and arithmetic."""
+        """``layout``: the model's, with the R-workers' KV dtype and arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
         self._caches: dict[tuple[Layer, ...], LayerCache] = {}
 
     def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
-        """Return a cache of these layers with their first ``num_tokens``, stored as R-workers store them."""
+        """Return the cache for the layers of ``rows``, filled with their first ``num_tokens`` tokens."""
         shapes = self._shapes(rows)
         if shapes not in self._caches:
             self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
@@ -133,7 +133,7 @@ class LayerCaches:
             self.clear(rows)
 
     def clear(self, rows: Sequence[Rows]) -> None:
-        """Empty the cache of these layers."""
+        """Empty the cache for the layers of ``rows``."""
         if cache := self._caches.get(self._shapes(rows)):
             release(cache)
 
@@ -144,14 +144,14 @@ class LayerCaches:
         self._caches.clear()
 
     def _shapes(self, rows: Sequence[Rows]) -> tuple[Layer, ...]:
-        """Return the layers as they are in their own cache, an index first."""
+        """Return the descriptions of the layers of ``rows`` for a cache of only these layers, an index first."""
         *index, last = (self.layout.layers[each.layer] for each in rows)
         return (*index, last.reading(0 if index else -1))
 
 
 @contextmanager
 def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
-    """Open a step of the cache's sequence with ``num_rows`` rows from ``start`` on; abandon it on an error."""
+    """Open a step with ``num_rows`` rows from position ``start`` on within the context; abandon it on an error."""
     span = [SEQUENCE_ID, start, num_rows, mode]
     cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     try:
@@ -163,7 +163,7 @@ def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Ite
 
 
 def release(cache: LayerCache) -> None:
-    """Empty ``cache``."""
+    """Remove all sequences from ``cache``."""
     if cache.sequence_ids():
         cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
         cache.end_step()
@@ -172,7 +172,7 @@ def release(cache: LayerCache) -> None:
 def _step(
     cache: LayerCache, mode: SpanMode, shapes: Sequence[Layer], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
-    """Store rows ``tokens`` of those after the prefix, and attend the rows with queries; return the last layer's o."""
+    """Store the keys and values of positions ``tokens``, and attend rows with queries; return the last layer's o."""
     first = len(rows[0].kv.prefix) + tokens.start
     with step_of(cache, mode, first, tokens.stop - tokens.start):
         for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
@@ -190,7 +190,7 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.ranks_tokens:  # for later layers
+        if shape.ranks_tokens:  # an index: its rows wait for the layers that use its picks
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
@@ -204,7 +204,7 @@ class StoredAttention:
 class TorchAttention:
     """A ``PartAttention`` by torch on the model's device, over keys and values before they are stored.
 
-    Those of a prefix are read from an R-worker's form, and rounded to the model's dtype.
+    Keys and values of a prefix are decoded from the R-workers' form and rounded to the model's dtype.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
@@ -217,7 +217,7 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if isinstance(shape, Index):  # for later layers
+        if isinstance(shape, Index):  # an index: its rows wait for the layers that use its picks
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         if not isinstance(shape, Attending):
@@ -227,7 +227,7 @@ class TorchAttention:
         return part_attention(q, keys, values, shape, start)
 
     def _prefix(self, layer: int, kv: PromptKV) -> tuple[np.ndarray, np.ndarray]:
-        """Return keys and values of the prefix, float32 [context_len, num_kv_heads, …]."""
+        """Return the prefix's keys and values in ``layer``, each float32 [context_len, num_kv_heads, …]."""
         shape = self._caches.layout.layers[layer]
         rows = [Rows(layer, np.empty((0, *shape.row_shapes[0]), kv.k.dtype), kv)]
         try:
@@ -241,10 +241,10 @@ class TorchAttention:
 
 
 def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, start: int) -> torch.Tensor:
-    """Return the attention of rows ``q``, whose positions begin at ``start``, to ``k`` and ``v``.
+    """Return o for the rows ``q``, which begin at position ``start``, over the keys ``k`` and values ``v``.
 
-    ``k`` and ``v`` may reach further (tensor/sequence parallel). All keys are then multiplied, and later ones masked:
-    such code cannot use causality (KV-Runahead, section 4.1).
+    ``k`` and ``v`` may go beyond the last row (tensor/sequence parallel). Then all keys are multiplied, and later ones
+    masked: such code cannot use causality (KV-Runahead, section 4.1).
     """
     end, v = start + len(q), values_of(k, v, layer)
     plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)

@@ -21,8 +21,8 @@ from fastdecode.sworker.run.staging import pack, rows_of, to_numpy
 Exchange = Callable[[int, np.ndarray, np.ndarray], PromptKV]
 """A function called at each layer with its number and the part's own k and v, [rows, num_kv_heads, …].
 
-It returns those of the prompt from position 0 to the part's end; if all parts gather all, to the prompt's end. It may
-wait, and its exceptions end the computation.
+It returns the prompt's keys and values from position 0 to the part's end; in tensor/sequence parallelism, to the
+prompt's end. It may wait, and its exceptions end the computation.
 """
 
 Advance = Callable[[int, torch.Tensor], torch.Tensor]
@@ -33,7 +33,7 @@ It may wait for the state after earlier parts, and its exceptions end the comput
 
 
 def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
-    """Raise RuntimeError, since nothing advances states."""
+    """Raise RuntimeError: the ``Advance`` of models without recurrent layers."""
     raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
 
 
@@ -48,8 +48,8 @@ def compute_part(
 ) -> np.ndarray | None:
     """Run tokens ``token_ids``, at positions ``start`` and on, through a model's code.
 
-    Returns the last row's logits, [vocab_size] in the model's dtype as numpy carries it, where ``samples`` asks for
-    them. Arrays cross in the model's dtype; 16-bit floats as uint16.
+    Return the last row's logits, [vocab_size], if ``samples`` is true; else None. Numpy arrays are in the model's
+    dtype; 16-bit floats as uint16.
     """
     chunk = Chunk(0, 0, start, token_ids, attends=False, samples=samples, is_decode=False)
     packed = pack(MiniBatch.of([chunk]), code.device)

@@ -1,4 +1,4 @@
-"""How a prompt part advances states of recurrent layers on a prefill worker: by an R-worker's kernels."""
+"""Advances states of recurrent layers by a prompt part's rows on a prefill worker, with an R-worker's kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastdecode.sworker.part.attention import SEQUENCE_ID, LayerCache, MakeCache
 from fastdecode.sworker.run.staging import from_numpy, to_numpy
 
 FILLER = Dense(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, scale=1.0, window=1)
-"""An attending layer whose blocks hold the state of a recurrent one."""
+"""An attending layer added to a cache whose only other layer is recurrent. Its blocks hold the state."""
 
 
 class PartStates:
     """A cache for each kind of recurrent layer; it holds the state of one layer of one prompt at a time."""
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
-        """``layout``: with the R-workers' KV dtype and arithmetic."""
+        """``layout``: the model's, with the R-workers' KV dtype and arithmetic."""
         self.layout = layout
         self._make_cache = make_cache
         self._caches: dict[Recurrent, LayerCache] = {}
@@ -29,7 +29,7 @@ class PartStates:
     def advance(
         self, layer: int, rows: torch.Tensor, before: np.ndarray | None, start: int
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """Return o [rows, heads, value_dim] of payload ``rows`` [rows, 1, elements], and the state after them.
+        """Return (o [rows, heads, value_dim] for payload ``rows`` [rows, 1, elements], the state after these rows).
 
         ``before``: the state after the ``start`` earlier tokens, uint8 [bytes] in the R-workers' form; None if there
         are none.
@@ -62,7 +62,7 @@ class PartStates:
 
 
 def _alike(start: int, state: Recurrent) -> int:
-    """Return the fewest tokens after which a convolution has all its inputs in the same places as after ``start``."""
+    """Return the least token count after which a convolution's inputs are at the same offsets as after ``start``."""
     period = max(state.taps - 1, 1)
     return start if start < period else period + start % period
 

@@ -100,7 +100,7 @@ def _cost(answer: PlanAnswer) -> str:
     unit, by = (" USD", ", by list prices") if answer.uses_list_prices else ("", "")
     costs = [f"{price:.3g}{unit} {way}" for way, price in words.items() if price is not None]
     if own and other:
-        by += f": {own / other:.2g} x the price" if own > other else f": {own / other:.2g} of the price"
+        by += f": {digits(own / other, 2)} x the price" if own > other else f": {own / other:.2g} of the price"
     host = answer.case.inputs.host_name or "hosts"
     unknown = "" if own is not None else f"; the price of {host} is not known (--cpu-price)"
     return f"A million output tokens cost {' and '.join(costs)}{by}{unknown}{_owned(answer, unit)}."

@@ -130,7 +130,8 @@ def _bottleneck(plan: Plan) -> str:
 def _mini_batches(case: PlanCase) -> str:
     """Say how many mini-batches take turns, and why not another number."""
     plan, tried = case.plan, mini_batch_counts(case.args)
-    turns = f"{plan.num_mini_batches} of {plan.mini_batch_size} sequences, {plan.in_flight} in flight"
+    size = f"{plan.mini_batch_size} sequence{'s' * (plan.mini_batch_size != 1)}"
+    turns = f"{plan.num_mini_batches} of {size}, {plan.in_flight} in flight"
     others = [str(each) for each in sorted(tried) if each != plan.num_mini_batches]
     if others:
         worse = "give no more within the limit" if case.keeps_limits else "are no faster"

@@ -104,7 +104,8 @@ def _yield(need: StatesNeed | None) -> str:
     if need is None:
         return ""
     price = "" if need.price_per_million_tokens is None else f", {need.price_per_million_tokens:.3g} per million"
+    workers = f"{need.num_r_workers} R-worker{'s' * (need.num_r_workers != 1)}"
     return (
-        f": {need.output_tokens_per_second:.0f} tokens/s with {need.num_r_workers} R-worker(s) and {need.in_flight} "
+        f": {need.output_tokens_per_second:.0f} tokens/s with {workers} and {need.in_flight} "
         f"sequences{price}; {need.bottleneck} binds"
     )
