@@ -1,4 +1,4 @@
-"""The load of one step: all that its cost depends on, as one value."""
+"""The load of one step: the numbers on which the cost of a step depends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastdecode.core.types import SPLIT_TOKENS
 
 
 class RangeParts(NamedTuple):
-    """Work of a step due to ranges.
+    """Additional work of a step for sequences that are split into ranges of tokens on several R-workers.
 
-    ``reads``: queries sent to closed ranges. ``partials``: partial results returned, with those of tails.
+    ``reads``: queries sent to full ranges. ``partials``: partial results that return, also from the last ranges.
     """
 
     reads: float = 0.0
@@ -43,7 +43,7 @@ class Load:
 
     @staticmethod
     def decode(rows: float, kv_tokens: float) -> Load:
-        """Return the load of a step whose rows are all sampled, without ranges and second copies."""
+        """Return the load of a decode step: all ``rows`` are sampled, and no sequence has ranges or second copies."""
         return Load(rows, rows, kv_tokens)
 
     @staticmethod
@@ -52,7 +52,7 @@ class Load:
         return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
-        """Return this load with the reads and partial results of ``parts``."""
+        """Return a copy of this load with ``reads`` and ``partials`` of ``parts``."""
         return replace(self, reads=parts.reads, partials=parts.partials)
 
 

@@ -1,4 +1,4 @@
-"""Machines in numbers: a GPU or a host of R-workers by bandwidth, speed or cores, and memory."""
+"""Parses machines given as numbers: a GPU or an R-worker host by bandwidth, speed or cores, and memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _is_numbers(words: str) -> bool:
 
 
 def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the figures of ``words`` by kind, in base units."""
+    """Return the figures in ``words`` by kind ("bandwidth", …), in bytes, FLOP and seconds. ``flag``: for errors."""
     found: dict[str, float] = {}
     units = {
         "gb/s": ("rate", 1e9),

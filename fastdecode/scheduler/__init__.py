@@ -1,7 +1,6 @@
-"""The scheduler: decides what runs in each step. It knows no torch, no sockets and no clock.
-
-Policies decide on admission, placement, chunking and preemption, and the store carries out. Four parts react to events:
-members, drafts, remote prompts and transfers.
+"""The scheduler: decides what runs in each step. It uses no torch, no sockets and no clock.
+Policies decide on admission, placement, chunking and preemption, and the store carries out their decisions. Four parts
+react to events: members, drafts, remote prompts and transfers.
 """
 
 from fastdecode.scheduler.drafts import DraftCounts
@@ -12,7 +11,7 @@ from fastdecode.scheduler.snapshot import Snapshot
 from fastdecode.scheduler.store.holdings import Transfer
 
 Sequence = TokenSequence
-"""The name for programs that build sequences; unrelated to ``collections.abc.Sequence``."""
+"""The name of ``TokenSequence`` in programs that build sequences; unrelated to ``collections.abc.Sequence``."""
 
 __all__ = [
     "SCHEDULES",

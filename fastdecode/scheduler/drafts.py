@@ -1,4 +1,4 @@
-"""Draft tokens of decoding sequences: how many each gets, how many fit the step, how many were accepted."""
+"""Draft tokens of decoding sequences: how many each sequence gets, how many fit the step, how many are accepted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from fastdecode.scheduler.store.store import Store
 
 @dataclass
 class DraftCounts:
-    """``num_drafts``: verifications; ``num_draft_tokens``: tokens in all.
-
-    ``num_accepted_tokens_per_pos``: accepted first drafts, second drafts, and so on.
+    """Counts of verified drafts. ``num_drafts``: verifications; ``num_draft_tokens``: draft tokens verified.
+    ``num_accepted_tokens_per_pos``: accepted first draft tokens, second draft tokens, and so on.
     """
 
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
@@ -30,11 +29,13 @@ class DraftCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Accepted draft tokens at all positions."""
+        """The number of accepted draft tokens at all positions."""
         return sum(self.num_accepted_tokens_per_pos)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures in the form of ``bench throughput``; ``mean_accepted_length`` is per verification."""
+        """Return the counts in the form of ``bench throughput``.
+        ``mean_accepted_length`` is accepted tokens per verification.
+        """
         accepted = self.num_accepted_tokens
         return {
             "drafts": self.num_drafts,
@@ -46,14 +47,14 @@ class DraftCounts:
         }
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one more verification."""
+        """Count one more verification: of ``num_drafted`` draft tokens, ``num_accepted`` were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         for place in range(num_accepted):
             self.num_accepted_tokens_per_pos[place] += 1
 
     def since(self, before: DraftCounts) -> DraftCounts:
-        """Return the counts since ``before``."""
+        """Return these counts minus the earlier counts ``before``."""
         return DraftCounts(
             list(map(int.__sub__, self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos)),
             self.num_drafts - before.num_drafts,
@@ -66,10 +67,9 @@ class DraftCounts:
 
 
 class Drafts:
-    """Draft tokens use what decodes and prompts leave of a step: rows of the budget, KV load and blocks.
-
-    Drafts preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. Their blocks
-    are granted before drafting, since a drafter may cache the tokens on R-workers too.
+    """Grants draft tokens the rows, KV load and blocks that decodes and prompts leave of a step.
+    Drafts preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. Blocks for
+    drafts are granted before drafting, since a drafter may cache the tokens on R-workers too.
     """
 
     def __init__(self, store: Store, limits: Limits, policy: DraftPolicy | None) -> None:
@@ -90,9 +90,8 @@ class Drafts:
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
     def grant(self) -> dict[int, int]:
-        """Grant blocks for draft tokens; return how many each decoding sequence gets, without those that get none.
-
-        Their blocks stay granted until the step that verifies them has ended.
+        """Grant blocks for draft tokens; return how many each decoding sequence gets, by id, without zeros.
+        The blocks stay granted until the step that verifies the draft tokens has ended.
         """
         self.drop()
         self._table.refresh()
@@ -109,7 +108,9 @@ class Drafts:
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
 
     def propose(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Take draft tokens for the next step. Sequences that no longer decode are ignored."""
+        """Take ``drafts``, draft tokens by sequence id, for the next step.
+        Sequences that no longer decode are ignored.
+        """
         for sequence_id, tokens in drafts.items():
             sequence = self._residents.decoding.get(sequence_id)
             if sequence is not None and len(tokens):
@@ -117,22 +118,21 @@ class Drafts:
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
-        """Drop the proposed drafts, and take back the granted blocks that are unused."""
+        """Drop the proposed drafts, and free the blocks granted for drafts that are unused."""
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.drafts.forget(sequence.row)
         for sequence, tail, holders, num_blocks in self._granted:
             still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
-            if still_there and sequence.sequence_id in self._residents.decoding:  # otherwise it may have begun again
+            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have restarted
                 unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
                 self._store.tails.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Return the drafts for this step by sequence, cut to the rows that the step has left.
-
-        ``rows``: the decoding rows of the table; ``prompts``: the prompt chunks beside them. ``kv_limits``: KV tokens
+        """Return the drafts of this step by sequence id, cut to the rows that the step has left.
+        ``rows``: table rows of the decoding sequences; ``prompts``: the step's prompt chunks. ``kv_limits``: KV tokens
         that each R-worker may attend, float64 [num_workers]; None if they are not strict.
         """
         if not self._proposed:
@@ -150,9 +150,8 @@ class Drafts:
         return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
 
     def settle(self, drafts: Mapping[int, Sequence[int]], accepted: Mapping[int, int]) -> None:
-        """Handle the end of the step with ``drafts``:
-
-        ``accepted`` of each sequence's drafts are kept, the others dropped.
+        """Record the verification of ``drafts``.
+        Keep the ``accepted`` first draft tokens of each sequence, drop the rest.
         """
         table = self._table
         for sequence_id, tokens in drafts.items():
@@ -166,10 +165,9 @@ class Drafts:
         self.drop()
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return ``counts`` cut to the available blocks.
-
+        """Return ``counts``, draft tokens of each of ``rows``, cut to the available blocks.
         Blocks are granted on an R-worker if every sequence there could still take one more. Elsewhere drafts only fill
-        the blocks held.
+        blocks that their sequences already have.
         """
         table, workers = self._table, self._workers
         held, cached = workers.sizes.blocks_of_tokens(table.num_blocks[rows]), table.tail_lens(rows)

@@ -24,24 +24,21 @@ class Members:
         self._losses = Losses(store)
 
     def join(self, num_blocks: int, bandwidth: float, index: int | None = None, host: str = "") -> None:
-        """Add an R-worker, as the next index or at a vacant ``index``.
-
-        Sequences move to it while it is less loaded than others.
+        """Add an R-worker with ``num_blocks`` blocks, as the next index or at a vacant ``index``.
+        Sequences move to it while it is less loaded than other R-workers.
         """
         index = len(self._workers) if index is None else index
         self._admission.load_limit.join(index, self._workers.join(index, num_blocks, bandwidth, host))
         self._transfers.joined(index)
 
     def drain(self, worker: int) -> None:
-        """Start draining R-worker ``worker``.
-
-        No sequence starts there that could run elsewhere, and its sequences move away.
+        """Start draining R-worker ``worker``: its sequences move away.
+        No sequence starts there unless it fits no other R-worker.
         """
         self._workers.drain(worker)
 
     def drained(self) -> list[int]:
-        """Return the draining R-workers that hold no sequence and that nothing waits for.
-
+        """Return the draining R-workers that hold no sequence, and that no waiting sequence needs.
         The last R-worker never counts.
         """
         growing = [each for each in self._residents.all if self._room.may_split(each)]
@@ -54,17 +51,15 @@ class Members:
         ]
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """Return the sequences that lost cached tokens with the lost R-workers ``workers``.
-
-        Their tokens of the last step must be discarded, since they attended there or are to be recomputed.
+        """Return the ids of sequences that lost cached tokens with the lost R-workers ``workers``.
+        Their tokens of the last step must be discarded, since they attended there or will be recomputed.
         """
         return self._losses.spoilt(workers)
 
     def lost(self, worker: int) -> list[TokenSequence]:
         """Handle the loss of R-worker ``worker``; return the waiting sequences that no other R-worker could hold.
-
-        A sequence with a second copy continues from that copy. Other sequences are queued by age to be recomputed. Of a
-        sequence with several ranges, only the lost ranges are recomputed, at once if there is room. The returned
+        A sequence with a second copy continues from that copy. Other sequences are queued by age to be recomputed. If a
+        sequence has several segments, only the lost segments are recomputed, at once if there is room. The returned
         sequences are dropped.
         """
         self._transfers.lost()
@@ -85,7 +80,7 @@ class Members:
         return hopeless
 
     def _mend(self, sequence: TokenSequence) -> None:
-        """Recompute the lost ranges of ``sequence``, or queue all of it if there is no room now."""
+        """Recompute the lost segments of ``sequence``, or queue the whole sequence if there is no room now."""
         self._queue.release_followers(sequence)
         self._store.table.refresh()
         places = self._admission.segments.again(sequence) if self._room.fits_somewhere(sequence) else None

@@ -1,6 +1,5 @@
-"""The names of cached sequences: which tokens each cache id on the R-workers stands for.
-
-The journal keeps them for a later engine.
+"""The meaning of each cache id on the R-workers: the tokens of one sequence from one position on.
+The journal records it for a later engine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Notes(NamedTuple):
-    """New notes: which tokens cache ids stand for, and how much of each prompt is right."""
+    """Facts to record in the journal: the meaning of new cache ids, and how many tokens of each prompt are correct."""
 
     named: list[Named]
     reached: list[Reached]
@@ -26,11 +25,9 @@ NO_NOTES = Notes([], [])
 
 class Names:
     """Records cache ids as they are assigned, if ``is_wanted``.
-
-    A cache id equal to the sequence's own id from the first token on is not recorded.
-
-    ``counts_prompts``: prompt rows may attend on other R-workers than those that store them. If one of these is lost,
-    the stored rows are wrong until the next step. So the record says how much of each prompt is right.
+    An id is not recorded if it equals the sequence's own id and begins with its first token. ``counts_prompts``: prompt
+    rows may attend on other R-workers than the ones that store them. If one of these is lost, the stored rows are wrong
+    until the next step. So the record says how many tokens of each prompt are correct.
     """
 
     def __init__(self, counts_prompts: bool) -> None:
@@ -45,24 +42,24 @@ class Names:
                 self.name(each.cache_id, sequence.sequence_id, each.start)
 
     def name(self, cache_id: int, sequence_id: int, start: int) -> None:
-        """Record that ``cache_id`` holds the tokens of a sequence from ``start`` on."""
+        """Record that ``cache_id`` holds the tokens of sequence ``sequence_id`` from position ``start`` on."""
         if self.is_wanted:
             self._named.append(Named(cache_id, sequence_id, start))
 
     def progress(self, prompts: Iterable[TokenSequence]) -> None:
-        """Record how many tokens of ``prompts`` are cached and right."""
+        """Record how many tokens of each of ``prompts`` are cached and correct."""
         if self.is_wanted and self._counts_prompts:
             self._reached |= {each.sequence_id: each.num_cached for each in prompts}
 
     def take(self) -> Notes:
-        """Return the notes since the last call."""
+        """Return the facts recorded since the last call."""
         notes = Notes(self._named, [Reached(*each) for each in self._reached.items()])
         self._named, self._reached = [], {}
         return notes
 
 
 class CacheIds:
-    """A source of new cache ids. They are negative, so that none equals a running sequence's id."""
+    """Yields new cache ids. They are negative, so that none equals a running sequence's id."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(-1, -1)
@@ -72,5 +69,5 @@ class CacheIds:
         return next(self._ids)
 
     def begin_below(self, lowest: int) -> None:
-        """Continue below ``lowest``, since the ids from there up are taken."""
+        """Make all later ids lower than ``lowest``, since higher ids are taken."""
         self._ids = itertools.count(min(0, lowest) - 1, -1)

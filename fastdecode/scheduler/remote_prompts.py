@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute, and their progress."""
+"""Prompts that prefill workers compute, and the state of their jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fastdecode.scheduler.store.store import Store
 
 class RemotePrompts:
     """Sequences whose prompts prefill workers compute. Each has a seat and blocks, but no rows in any step.
-
     ``policy`` chooses these sequences; None if there are no prefill workers.
     """
 
@@ -30,11 +29,11 @@ class RemotePrompts:
         self._now_seconds = 0.0
 
     def __len__(self) -> int:
-        """Return how many prompts are in computation, without ended jobs."""
+        """Return the number of prompts that prefill workers are computing."""
         return len(self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        """Return whether the job's sequence still waits for it, and was not aborted, preempted or lost."""
+        """Return whether a sequence still waits for job ``job_id``: it was not aborted, preempted or lost."""
         sequence = self._under_way.get(job_id)
         return sequence is not None and sequence.job_id == job_id
 
@@ -46,26 +45,25 @@ class RemotePrompts:
         return has_left
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
-        """Set the time for the next decisions, and how many sequences have not begun."""
+        """Set the time for the next decisions, in seconds, and how many sequences wait to start."""
         self._now_seconds = now_seconds
         if self.policy:
             self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
 
     def takes(self, num_tokens: int, context_len: int) -> bool:
-        """Return whether prefill workers would compute this many prompt tokens after this many cached ones."""
+        """Return whether prefill workers would compute ``num_tokens`` tokens after ``context_len`` cached ones."""
         return self.policy is not None and bool(self._parts(self.policy, num_tokens, context_len))
 
     def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
-        """Return the parts of a prompt; none after a prefix with a state, which only its R-worker has."""
+        """Return the prefill workers' parts of a prompt.
+        None after a prefix with a state, which only its R-worker has.
+        """
         return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 
     def start(self, sequence: TokenSequence) -> bool:
         """Let prefill workers compute the prompt of ``sequence``, which has just started.
-
-        Return False if the S-worker must.
-
-        After a cached prefix they compute the rest, and read the prefix from its R-workers. The results go to each copy
-        of each segment.
+        Return False if the S-worker must compute it. After a cached prefix prefill workers compute the rest, and read
+        the prefix from its R-workers. The results go to each copy of each segment.
         """
         if self.policy is None or sequence.scored:
             return False
@@ -86,8 +84,7 @@ class RemotePrompts:
 
     def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
         """Return the R-workers that store the prompt of ``sequence`` or hold its first ``context_len`` tokens.
-
-        The home of a segment precedes its other copy. The first one's ticket is the job's number.
+        The home of a segment precedes its other copy. The first place has the job's number as its ticket.
         """
         tickets = itertools.chain([job_id], self._job_ids)
         places = []
@@ -99,8 +96,7 @@ class RemotePrompts:
         return tuple(places)
 
     def drop_missed(self, job_id: int, missed: Collection[int]) -> bool:
-        """Drop the copies of the job's sequence at places with tickets ``missed``.
-
+        """Drop the copies of the job's sequence whose tickets are in ``missed``.
         Return False if a segment has no other copy.
         """
         sequence = self._under_way.get(job_id)
@@ -115,7 +111,7 @@ class RemotePrompts:
         return True
 
     def computed(self, job_id: int, now_seconds: float) -> bool:
-        """Handle a computed prompt: see :meth:`Scheduler.prefilled`."""
+        """Handle a prompt that prefill workers have computed: see :meth:`Scheduler.prefilled`."""
         places = self._places.get(job_id, ())
         sequence = self._end(job_id, now_seconds, computed=True)
         if sequence is None:
@@ -126,11 +122,11 @@ class RemotePrompts:
         return True
 
     def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
-        """Return the sequence of a failed job; None if it no longer waits for it."""
+        """Return the sequence of the failed job ``job_id``; None if it no longer waits for the job."""
         return self._end(job_id, now_seconds)
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:
-        """Return the prompts to hand out, and those that arrived since the last step, without those that have left."""
+        """Return prompts to send to prefill workers, and ids of sequences whose prompts arrived since the last step."""
         started = tuple(each for each in self._started if not self.end_if_left(each.job_id))
         arrived = tuple(each.sequence_id for job_id, each in self._arrived if each.job_id == job_id)
         self._started.clear()
@@ -138,17 +134,17 @@ class RemotePrompts:
         return started, arrived
 
     def put_back(self, step: ScheduledStep) -> None:
-        """Queue the prompts of ``step`` again, which the R-workers refused."""
+        """Queue the prompts of ``step`` again, since the R-workers refused the step."""
         self._started[:0] = step.prefills
         self.arrive_again(step)
 
     def arrive_again(self, step: ScheduledStep) -> None:
-        """Let the prompts that arrived with ``step`` arrive with the next one, since they were not sampled."""
+        """Let the prompts that arrived with ``step`` arrive with the next step, since their tokens were not sampled."""
         sequences = [self._residents.prompts[each] for each in step.arrived]
         self._arrived[:0] = [(sequence.job_id, sequence) for sequence in sequences]
 
     def _end(self, job_id: int, now_seconds: float, computed: bool = False) -> TokenSequence | None:
-        """Forget a job; return its sequence if that still waits for it, else None."""
+        """Forget job ``job_id``; return its sequence if that still waits for the job, else None."""
         sequence = self._under_way.pop(job_id, None)
         self._places.pop(job_id, None)
         if sequence is not None and self.policy:

@@ -1,6 +1,5 @@
 """The scheduler, which alone decides what runs in the next step: decodes, prompt chunks, starts, preemption.
-
-It is pure.
+It does no input or output.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 @dataclass(frozen=True)
 class SchedulerStatistics:
-    """Counters of the prefix cache and of preemptions.
-
-    They are requests whose prefix was looked up, prompt tokens found, preemptions, tokens loaded from disks, and listed
-    prefixes that failed to load.
+    """Counters of the prefix cache, of preemptions and of drafts.
+    ``prefix_queries``: requests whose prefix was looked up. ``prefix_hit_tokens``: prompt tokens found.
+    ``woken_tokens``: tokens loaded from disks. ``failed_wakes``: parked prefixes that failed to load.
     """
 
     prefix_queries: int = 0
@@ -43,7 +41,7 @@ class SchedulerStatistics:
     failed_wakes: int = 0
 
     def since(self, before: SchedulerStatistics) -> SchedulerStatistics:
-        """Return the counts since ``before``."""
+        """Return these counts minus the earlier counts ``before``."""
         return SchedulerStatistics(
             self.prefix_queries - before.prefix_queries,
             self.prefix_hit_tokens - before.prefix_hit_tokens,
@@ -56,14 +54,11 @@ class SchedulerStatistics:
 
 class Scheduler:
     """Schedules by one rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
-
-    The oldest come first. A sequence starts only after all older ones, unless those wait for a prefix in computation.
-    When blocks run out, the youngest are preempted and recomputed later. So the oldest always continues, and every
-    sequence ends.
-
-    Its public parts: ``store`` knows which R-workers hold which tokens, and their pending controls. ``members`` adds
-    and removes R-workers. ``transfers`` says what to copy between two steps. ``drafts`` says which sequences to draft
-    for. ``load_limit`` is the limit of KV tokens per step.
+    The oldest sequences come first. A sequence starts only after all older ones, unless those wait for a prefix in
+    computation. When blocks run out, the youngest are preempted and recomputed later. So the oldest always continues,
+    and every sequence ends. Its public parts: ``store`` knows which R-workers hold which tokens, and their pending
+    controls. ``members`` adds and removes R-workers. ``transfers`` says what to copy between two steps. ``drafts`` says
+    for which sequences to draft. ``load_limit`` is the limit of KV tokens per step.
     """
 
     def __init__(
@@ -103,12 +98,14 @@ class Scheduler:
         return bool(len(self.queue) or len(self._residents))
 
     def snapshot(self, with_sequences: bool = True) -> Snapshot:
-        """Return the present state as a value. ``with_sequences``: include sequences; thousands take milliseconds."""
+        """Return the scheduler's state as a value.
+        ``with_sequences``: include sequences; thousands take milliseconds.
+        """
         return take_snapshot(self.store, self.queue, with_sequences)
 
     @property
     def statistics(self) -> SchedulerStatistics:
-        """The counts since the start."""
+        """Counts of the prefix cache, preemptions and drafts since the scheduler was made."""
         cache, woken = self.store.prefixes, self.store.parked.counts
         return SchedulerStatistics(
             cache.num_queries,
@@ -120,25 +117,22 @@ class Scheduler:
         )
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: Sequence[float]) -> None:
-        """Learn from the duration of ``step``: each R-worker's share of the load, moves, and an unknown limit.
-
-        ``wait_seconds``: the S-worker's for R-workers. ``r_seconds``: busy, of each R-worker.
+        """Learn R-workers' speeds, prices of moves and an unknown load limit from the duration of ``step``.
+        ``wait_seconds``: the S-worker's waiting for R-workers. ``r_seconds``: busy seconds of each R-worker.
         """
         observed = Observed(step, s_seconds, wait_seconds, r_seconds)
         for observer in self._observers:
             observer.observe(observed)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue a sequence, with its siblings, by age. Raise RequestError if it could never run."""
+        """Queue ``sequence`` with its siblings, by age. Raise RequestError if it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
 
     def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
         """Return the next step.
-
-        Its controls are returned only once; the caller applies them even if the step fails later.
-
-        ``now_seconds``: time of any clock, for the policy of prefill workers.
+        Its controls are returned only once; the caller applies them even if the step fails later. ``now_seconds``: the
+        time on any clock, for the policy of prefill workers.
         """
         carry_out = self.lifecycle.carry_out
         if self._prefills is not None:
@@ -156,12 +150,12 @@ class Scheduler:
         return ScheduledStep(mini_batches, self.store.workers.take_controls(), num_starts, prefills, arrived, drafts)
 
     def controls_alone(self) -> ScheduledStep:
-        """Return a step without rows, which only carries pending controls to the R-workers."""
+        """Return a step without rows, which only has the pending controls for the R-workers."""
         self.store.note_rows(())
         return ScheduledStep((MiniBatch.of([]),), self.store.workers.take_controls())
 
     def take_back(self, step: ScheduledStep) -> None:
-        """Queue the controls of ``step`` again, before newer ones, since the R-workers refused it."""
+        """Queue the controls of ``step`` again, before newer controls, since the R-workers refused the step."""
         self.store.workers.put_back(step.controls)
         self.remote_prompts.put_back(step)
 
@@ -180,9 +174,8 @@ class Scheduler:
                 self.lifecycle.preempt(sequence, keep=False)
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Count the rows of ``step``, the last scheduled one, as cached.
-
-        ``accepted``: how many draft tokens of each sequence are its next output tokens; 0 if not listed.
+        """Count the rows of ``step``, the last scheduled step, as cached.
+        ``accepted``: how many draft tokens of each sequence become output tokens; 0 for sequences not listed.
         """
         self.store.note_rows(step.mini_batches, step.arrived)
         self.store.tails.advance(self._rows)
@@ -204,9 +197,8 @@ class Scheduler:
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:
         """Handle a prompt that prefill workers have computed and stored. The next step samples its first token.
-
-        ``missed``: tickets of R-workers that could not be reached. The prompt failed if no other has their tokens.
-        Return False then, and if the sequence was aborted, lost or preempted meanwhile.
+        ``missed``: tickets of R-workers that could not be reached. The prompt failed if no other R-worker has their
+        tokens. Return False then, and if the sequence was aborted, lost or preempted meanwhile.
         """
         if missed and not self.remote_prompts.drop_missed(job_id, missed):
             self.prefill_failed(job_id, now_seconds)
@@ -214,15 +206,14 @@ class Scheduler:
         return self.remote_prompts.computed(job_id, now_seconds)
 
     def prefill_failed(self, job_id: int, now_seconds: float = 0.0) -> None:
-        """Queue a prompt again by age, because its job failed, for instance by the loss of a prefill worker."""
+        """Queue the sequence of the failed job ``job_id`` by age. A lost prefill worker is one cause of failure."""
         sequence = self.remote_prompts.failed(job_id, now_seconds)
         if sequence is not None:
             self.store.leave(sequence, keep=False)
             self.lifecycle.begin_again(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str = "abort") -> None:
-        """Remove a waiting or running sequence; its blocks are retained, or released with the next step.
-
+        """Remove ``sequence``, which waits or runs. Its blocks are retained, or released with the next step.
         ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet are removed too.
         """
         if sequence in self._residents:
@@ -232,7 +223,7 @@ class Scheduler:
             self.queue.discard(sequence)
 
     def _most_rows(self, num_decodes: int) -> int:
-        """Return the most rows of this step, including the rows of ``num_decodes`` decodes and of prompts."""
+        """Return the most rows that this step may have, for ``num_decodes`` decodes and for prompts together."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         control = self.admission.load_control
         if not control.bounds_rows:
@@ -241,9 +232,9 @@ class Scheduler:
         return control.most_rows(kv_loads, 1 - num_decodes / seats, seats, budget)
 
     def _prompt_chunks(self, num_decodes: int) -> tuple[list[Chunk], int]:
-        """Return the next prompt chunks, and how many requests begin.
-
-        Started prompts come first, then as many new ones as the budgets allow beside ``num_decodes`` decodes.
+        """Return the step's prompt chunks, and how many requests start.
+        Prompts that have started come first, then as many new prompts as the budgets allow beside ``num_decodes``
+        decodes.
         """
         if not self._residents.prompts and not len(self.queue):
             return [], 0

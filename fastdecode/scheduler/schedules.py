@@ -1,4 +1,4 @@
-"""Schedules as settings of one admission rule, the limits of a step, and how prompts are cut to them."""
+"""Schedules as settings of one admission rule, the limits of a scheduler, and how prompts are cut to a step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class Prefill(Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule.
-
-    ``waves``: no sequence starts before all have ended. ``reserves_longest``: a sequence reserves the blocks of the
-    longest one at its start, as a contiguous cache must. ``stabilizes_load``: starts are spread so that the KV tokens
-    attended per step stay even.
+    """The settings that define a schedule.
+    ``waves``: no sequence starts before all running ones have ended. ``reserves_longest``: a sequence reserves the
+    blocks of the longest possible one at its start, as a contiguous cache must. ``stabilizes_load``: starts are spread
+    so that the KV tokens attended per step stay even.
     """
 
     prefill: Prefill
@@ -86,5 +85,5 @@ class Limits:
 
     @property
     def sizes(self) -> Sizes:
-        """Block counts of sequences in the R-workers' caches."""
+        """Arithmetic for the number of blocks that sequences take in the R-workers' caches."""
         return Sizes(self.block_size, self.state_blocks, self.state_worth_blocks)

@@ -1,4 +1,4 @@
-"""A sequence as the scheduler sees it."""
+"""A sequence of tokens, with the state that the scheduler keeps for it."""
 
 from __future__ import annotations
 
@@ -56,37 +56,37 @@ class TokenSequence:
 
     @property
     def tail(self) -> Segment:
-        """The segment that it appends to. The sequence must have a cache."""
+        """The segment to which tokens are appended. The sequence must have a cache."""
         return self.segments[self.num_closed]
 
     @property
     def closed(self) -> list[Segment]:
-        """The full segments before its tail."""
+        """The full segments before the tail."""
         return self.segments[: self.num_closed]
 
     @property
     def ahead(self) -> list[Segment]:
-        """The segments after its tail."""
+        """The segments after the tail."""
         return self.segments[self.num_closed + 1 :]
 
     @property
     def num_cached(self) -> int:
-        """The number of cached tokens."""
+        """The number of the sequence's tokens that R-workers have cached."""
         return 0 if self.table is None else int(self.table.num_cached[self.row])
 
     @property
     def worker(self) -> int:
-        """The home R-worker of its tail; -1 if it has none."""
+        """The index of the tail's home R-worker; -1 if the sequence has no cache."""
         return -1 if self.table is None else int(self.table.homes[self.row])
 
     @property
     def holders(self) -> list[int]:
-        """The R-workers that hold all of it; none for a sequence of several segments."""
+        """The R-workers with a copy of the whole sequence; none if it has several segments."""
         return self.segments[0].workers if len(self.segments) == 1 else []
 
     @property
     def has_several(self) -> bool:
-        """True if it has more than one segment."""
+        """True if the sequence has more than one segment."""
         return len(self.segments) > 1
 
     @property
@@ -96,21 +96,21 @@ class TokenSequence:
 
     @property
     def max_cached(self) -> int:
-        """The most tokens that it can ever have cached. Its last output token is never cached."""
+        """The most tokens that the sequence can ever have cached. Its last output token is never cached."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def attends_in_prompt(self) -> bool:
-        """True if its prompt attends on its R-workers."""
+        """True if the prompt attends on R-workers, not on the S-worker or prefill workers."""
         return not (self.uses_scratch or self.job_id)
 
     @property
     def in_prompt(self) -> bool:
-        """True while tokens remain to be computed before it can decode."""
+        """True while prompt or preempted tokens must be computed before the sequence can decode."""
         return self.num_cached < self.num_prefill
 
     def is_on(self, worker: int) -> bool:
-        """Return whether R-worker ``worker`` has a copy of a segment."""
+        """Return whether R-worker ``worker`` has a copy of any segment of the sequence."""
         return any(segment.on(worker) for segment in self.segments)
 
     def tokens(self, start: int, count: int) -> list[int]:

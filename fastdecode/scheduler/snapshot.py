@@ -1,4 +1,4 @@
-"""The scheduler's state at one moment as a value, for tests, metrics and the server's live page."""
+"""A snapshot of the scheduler's state, for tests, metrics and the server's live page."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from fastdecode.scheduler.waiting import WaitingQueue
 @dataclass(frozen=True)
 class RWorkerSnapshot:
     """One R-worker, present or lost.
-
     Of its ``num_blocks`` KV blocks, ``free`` hold nothing. ``retained`` hold only prefixes, which can be evicted at any
-    time. ``reserved`` belong to copies in progress to it. ``num_sequences``: sequences that append there.
-    ``num_controls``: pending controls.
+    time. ``reserved`` belong to unfinished copies to it. ``num_sequences``: sequences that append there.
+    ``num_controls``: controls to it that wait to be sent.
     """
 
     index: int
@@ -32,7 +31,7 @@ class RWorkerSnapshot:
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold, including copies in progress."""
+        """The number of blocks that sequences hold, including unfinished copies."""
         return self.num_blocks - self.free - self.retained
 
 
@@ -52,8 +51,7 @@ class SegmentSnapshot:
 
 @dataclass(frozen=True)
 class SequenceSnapshot:
-    """A sequence of ``num_tokens`` prompt and output tokens. It appends to segment ``tail``.
-
+    """A sequence of ``num_tokens`` prompt and output tokens. It appends to the segment with index ``tail``.
     ``num_cached`` tokens are cached in ``segments``. ``decodes``: its prompt is cached. ``job_id``: the prefill
     workers' job that computes its prompt; 0 for none. ``uses_scratch``: the S-worker holds its prompt's keys and values
     until the prompt is computed.
@@ -70,13 +68,13 @@ class SequenceSnapshot:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """R-workers that hold a part of it, in no order."""
+        """The R-workers that hold a part of the sequence, in no order."""
         return tuple({worker for segment in self.segments for worker in segment.workers})
 
 
 @dataclass(frozen=True)
 class TransferSnapshot:
-    """A segment being copied to ``num_blocks`` blocks on ``target``; ``num_copied`` tokens are there."""
+    """An unfinished copy of a segment to ``num_blocks`` blocks on R-worker ``target``, with ``num_copied`` tokens."""
 
     sequence_id: int
     cache_id: int
@@ -89,12 +87,11 @@ class TransferSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole state between two calls of the scheduler.
-
+    """The scheduler's whole state between two calls.
     ``num_running``: sequences with a cache, and siblings that will have one once their prompt is computed. ``pool``:
-    how many have one copy, and two. ``sequences``: those with a cache, by id. ``waiting``: ids of waiting ones, oldest
-    first. ``following``: ids of those that wait for another's prefix. ``num_prefixes``: retained prefixes.
-    ``scratch_free``: prompt tokens that fit the S-worker's scratch.
+    how many sequences have one copy, and two. ``sequences``: sequences with a cache, by id. ``waiting``: ids of waiting
+    sequences, oldest first. ``following``: ids of sequences that wait for another's prefix. ``num_prefixes``: retained
+    prefixes. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
     """
 
     r_workers: tuple[RWorkerSnapshot, ...]
@@ -109,46 +106,48 @@ class Snapshot:
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting sequences, for whatever reason."""
+        """The number of waiting sequences, including those that wait for a prefix."""
         return len(self.waiting) + len(self.following)
 
     @property
     def present(self) -> list[int]:
-        """R-workers that are not lost."""
+        """The indices of R-workers that are not lost."""
         return [worker.index for worker in self.r_workers if not worker.is_gone]
 
     @property
     def draining(self) -> list[int]:
-        """R-workers that are draining."""
+        """The indices of R-workers that are draining."""
         return [worker.index for worker in self.r_workers if worker.is_draining]
 
     @property
     def accepting(self) -> list[int]:
-        """R-workers that accept sequences."""
+        """The indices of R-workers that are neither lost nor draining."""
         return [worker.index for worker in self.r_workers if not worker.is_gone and not worker.is_draining]
 
     @property
     def has_controls(self) -> bool:
-        """True while controls wait to be sent."""
+        """True while controls to any R-worker wait to be sent."""
         return any(worker.num_controls for worker in self.r_workers)
 
     @property
     def prompts(self) -> list[int]:
-        """Ids of sequences whose prompt is in computation, in order."""
+        """Ids of sequences whose prompt is being computed, in ascending order."""
         return [each.sequence_id for each in self.sequences.values() if not each.decodes]
 
     @property
     def decoding(self) -> list[int]:
-        """Ids of decoding sequences, in order."""
+        """Ids of decoding sequences, in ascending order."""
         return [each.sequence_id for each in self.sequences.values() if each.decodes]
 
     def on(self, worker: int) -> list[int]:
-        """Return the ids of sequences with a part on R-worker ``worker``, in order."""
+        """Return the ids of sequences with a part on R-worker ``worker``, in ascending order."""
         return [each.sequence_id for each in self.sequences.values() if worker in each.workers]
 
 
 def take_snapshot(store: Store, queue: WaitingQueue, with_sequences: bool = True) -> Snapshot:
-    """Return the state now. Without ``with_sequences``, ``sequences`` is empty; thousands take milliseconds."""
+    """Return a snapshot of ``store`` and ``queue``.
+    Without ``with_sequences``, ``sequences`` is empty; including thousands takes milliseconds.
+    """
     residents = store.residents
     running = sorted(residents.all, key=lambda each: each.sequence_id) if with_sequences else []
     waiting = tuple(each.sequence_id for each in queue)

@@ -1,4 +1,4 @@
-"""Copies between R-workers, made between two steps: one queue of moves and second copies."""
+"""Copies between R-workers, made between two steps: one queue of moves and of second copies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Transfers:
     """
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
-        """With two copies of each sequence, choosing who attends replaces moves for balance."""
+        """``limits`` with two copies of each sequence exclude moves for balance, since either holder may attend."""
         self._store, self._lifecycle, has_two = store, lifecycle, limits.placing.twice
         self._price = TransferPrice(limits.seconds_per_moved_token)
         corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
@@ -30,15 +30,13 @@ class Transfers:
         self.copies = SecondCopies(store, admission, self._price) if has_two else None
 
     def begin_next(self) -> Transfer | None:
-        """Choose what to copy next, reserve its blocks and return it; None for nothing.
-
-        Call it between two steps, after the R-workers have received their controls.
-
-        After each transfer call :meth:`done`, or ask for the next. Draining R-workers drop what others hold too.
-        Sequences that must leave one, but find no room, are preempted.
+        """Choose what to copy next, reserve its blocks and return the transfer; None for nothing.
+        Call it between two steps, after the R-workers have received their controls. After each transfer call
+        :meth:`done`, or this method again. Draining R-workers drop copies that others hold too. Sequences that must
+        leave a draining R-worker, but find no room, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
-            self._store.transfers.drop(transfer)  # it was never carried out
+            self._store.transfers.drop(transfer)  # the caller did not carry it out
         if self.copies:
             self._lifecycle.carry_out(self.copies.leave_draining())
         for sequence in self.moves.homeless():
@@ -47,13 +45,12 @@ class Transfers:
         return carry_out(self.moves.next()) or (carry_out(self.copies.next()) if self.copies else None)
 
     def stands(self, transfer: Transfer) -> bool:
-        """Return False if its sequence or one of its R-workers has gone since it was chosen."""
+        """Return False if the sequence or an R-worker of ``transfer`` has gone since the transfer was chosen."""
         return transfer in self._store.transfers
 
     def done(self, transfer: Transfer, seconds: float) -> None:
-        """Record that the bytes were copied in ``seconds``, while no step ran.
-
-        A copy to be dropped is released with the next step.
+        """Record that the bytes of ``transfer`` were copied in ``seconds``, while no step ran.
+        If an R-worker drops its copy, the next step releases it.
         """
         self._price.paid(transfer.num_tokens, seconds)
         if transfer.is_move or self.copies is None:
@@ -63,11 +60,11 @@ class Transfers:
         self._store.transfers.advance(transfer)
 
     def joined(self, worker: int) -> None:
-        """Give the newcomer ``worker`` its share from now on."""
+        """Move sequences, or second copies, to the new R-worker ``worker`` before later steps."""
         (self.copies.joined if self.copies else self.moves.even_out)(worker)
 
     def lost(self) -> None:
-        """Note the loss of an R-worker."""
+        """Record that an R-worker was lost, so that missing second copies come first."""
         if self.copies:
             self.copies.lost()
 

@@ -1,4 +1,4 @@
-"""Waiting sequences, oldest first, and their transitions between queue and store."""
+"""Waiting sequences, oldest first, and their transitions between the queue and the store."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ T = TypeVar("T")
 
 
 class WaitingQueue:
-    """Waiting sequences by age.
-
-    A sequence steps aside while another computes its prefix, or while its prefix is read from a disk.
+    """The waiting sequences by age.
+    A sequence is set aside while another computes its prefix, or while its prefix is loaded from a disk.
     """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
@@ -27,16 +26,16 @@ class WaitingQueue:
         self._aside: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return how many wait, including followers and sequences that stepped aside."""
+        """Return the number of waiting sequences, followers and sequences set aside included."""
         return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Yield the queue, oldest first, without followers and sequences that stepped aside."""
+        """Yield the waiting sequences, oldest first, without followers and sequences set aside."""
         return iter(self._waiting)
 
     @property
     def all(self) -> list[TokenSequence]:
-        """All waiting sequences in no order, including followers and sequences that stepped aside."""
+        """All waiting sequences in no order, followers and sequences set aside included."""
         followers = (follower for group in self._following.values() for follower in group)
         return [*self._waiting, *followers, *self._aside.values()]
 
@@ -48,50 +47,50 @@ class WaitingQueue:
 
     @property
     def head(self) -> TokenSequence | None:
-        """The oldest sequence that waits for no other's prefix, once followers are set aside."""
+        """The oldest sequence that waits for no other's prefix, once followers are set aside; None if there is none."""
         return self._waiting[0] if self._waiting else None
 
     @property
     def head_follows(self) -> bool:
-        """True if another sequence computes the prefix of the oldest."""
+        """True if another sequence computes a prefix of the oldest waiting sequence."""
         return bool(self._waiting) and self._prefix_cache.leaders.leader_of(self._waiting[0]) is not None
 
     def set_followers_aside(self) -> None:
-        """Let the oldest sequences follow those that compute their prefixes, up to one that need not wait."""
+        """Let the oldest waiting sequences follow those that compute their prefixes, up to one that need not wait."""
         leader_of = self._prefix_cache.leaders.leader_of
         while self._waiting and (leader := leader_of(self._waiting[0])):
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
 
     def pop(self) -> TokenSequence:
-        """Remove and return the head."""
+        """Remove and return the oldest waiting sequence."""
         return self._waiting.pop(0)
 
     def release_followers(self, leader: TokenSequence) -> None:
-        """Release the followers of ``leader``, which has computed its prompt, or never will."""
+        """Queue the followers of ``leader`` again: it has computed its prompt, or never will."""
         for sequence in self._following.pop(leader.sequence_id, []):
             self._insert(sequence)
 
     @property
     def num_aside(self) -> int:
-        """Sequences that wait for their own parked prefix."""
+        """The number of sequences that wait for their own parked prefix to load."""
         return len(self._aside)
 
     def set_aside(self, sequence: TokenSequence) -> None:
-        """Set ``sequence`` aside until its prefix is read back."""
+        """Set ``sequence`` aside until its parked prefix is loaded."""
         self._waiting.remove(sequence)
         self._aside[sequence.sequence_id] = sequence
 
     def come_back(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence`` again, which need not wait for its prefix any more; no effect if it has left."""
+        """Queue ``sequence`` again, which was set aside; do nothing if it has left."""
         if self._aside.pop(sequence.sequence_id, None):
             self._insert(sequence)
 
     def is_aside(self, sequence: TokenSequence) -> bool:
-        """Return whether it still waits for its parked prefix."""
+        """Return whether ``sequence`` still waits for its parked prefix to load."""
         return sequence.sequence_id in self._aside
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Remove ``sequence`` from wherever it waits; no effect if it does not."""
+        """Remove ``sequence`` from the queue, followers and sequences set aside; do nothing if it does not wait."""
         self._aside.pop(sequence.sequence_id, None)
         for group in (self._waiting, *self._following.values()):
             if sequence in group:
@@ -102,10 +101,9 @@ class WaitingQueue:
 
 
 class Lifecycle:
-    """Carries out policies' decisions, and moves sequences between queue and store.
-
-    Followers of a prefix are told of each transition. ``num_preemptions``: sequences that lost their cache to others,
-    or for lack of a place.
+    """Carries out policies' decisions, and moves sequences between the queue and the store.
+    Followers of a sequence are queued again when it ends or restarts. ``num_preemptions``: sequences that lost their
+    cache to others, or for lack of room.
     """
 
     def __init__(self, store: Store, queue: WaitingQueue) -> None:
@@ -136,7 +134,7 @@ class Lifecycle:
                 return self._store.carry_out(operation)
 
     def finish_prompt(self, sequence: TokenSequence) -> None:
-        """Let ``sequence``, whose prompt is cached, decode from now on, and release its followers."""
+        """Let ``sequence``, whose prompt is cached, decode, and queue its followers again."""
         self._store.finish_prompt(sequence)
         self._queue.release_followers(sequence)
 
@@ -146,8 +144,7 @@ class Lifecycle:
         self._queue.push(sequence)
 
     def preempt(self, sequence: TokenSequence, keep: bool = True) -> None:
-        """Take the cache of ``sequence`` and queue it, to be recomputed except what is retained.
-
+        """Drop the cache of ``sequence`` and queue it; tokens that are not retained as a prefix will be recomputed.
         Without ``keep`` nothing is retained.
         """
         self._store.leave(sequence, keep)
@@ -156,12 +153,12 @@ class Lifecycle:
         self.num_preemptions += 1
 
     def end(self, sequence: TokenSequence, keep: bool) -> None:
-        """End ``sequence``, which has a cache; its full blocks are retained if ``keep``."""
+        """End ``sequence``, which has a cache; retain its full blocks if ``keep``."""
         self._store.residents.forget_unused(sequence)
         self._store.leave(sequence, keep)
         self._queue.release_followers(sequence)
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Remove ``sequence``, which waits and never runs."""
+        """Remove ``sequence``, which waits and will never run."""
         self._queue.discard(sequence)
         self._queue.release_followers(sequence)

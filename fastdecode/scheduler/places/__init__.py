@@ -1,1 +1,1 @@
-"""Records of R-workers and their content: blocks, copies of segments, retained prefixes, speeds, and controls."""
+"""Records of R-workers and their caches: blocks, copies of segments, retained prefixes, speeds, and controls."""

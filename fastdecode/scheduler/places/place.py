@@ -1,4 +1,4 @@
-"""Where a sequence's cache is: a list of segments, each with its copies."""
+"""The place of a sequence's cache: a list of segments, each with its copies on R-workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A full block that several holders may share: running sequences and retained prefixes."""
+    """A full KV block with the number of sequences and of retained prefixes that share it."""
 
     num_sequences: int = 1
     num_prefixes: int = 0
@@ -20,8 +20,7 @@ class Block:
 @dataclass(eq=False, slots=True)
 class Copy:
     """The keys and values of a segment on one R-worker.
-
-    The first blocks are ``shared`` with the prefix cache or with other sequences, and retained as ``prefix_id``.
+    Its first blocks are ``shared`` with the prefix cache or other sequences, and retained as prefix ``prefix_id``.
     """
 
     worker: int
@@ -29,15 +28,14 @@ class Copy:
     prefix_id: int | None = None
 
     def share(self, num_blocks: int) -> list[Block]:
-        """Return the first ``num_blocks`` full blocks, which others may hold from now on."""
+        """Return the first ``num_blocks`` full blocks of this copy, marked as shareable."""
         self.shared += [Block() for _ in range(num_blocks - len(self.shared))]
         return self.shared[:num_blocks]
 
 
 class Columns(Protocol):
-    """Columns of a table with a row per sequence that has a cache, int64 [num_rows].
-
-    They are the counts of its tail, the tail's home R-worker, and its last token.
+    """Columns of a table with one row per sequence that has a cache, int64 [num_rows].
+    They are the counts of the sequence's tail, the tail's home R-worker, and the sequence's last token.
     """
 
     @property
@@ -61,12 +59,11 @@ UNNAMED = 0
 
 
 class Segment:
-    """Consecutive tokens of a sequence, which R-workers know as a sequence named ``cache_id``.
-
+    """Consecutive tokens of a sequence, which R-workers hold as their own sequence ``cache_id``.
     The tokens begin at ``start``; each of ``copies`` holds all of them. The first copy is the home. A segment without
-    copies is lost, or not placed yet. ``num_tokens`` are cached, in ``num_blocks`` blocks on each R-worker, which
+    copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per R-worker, which
     include blocks for coming tokens. The counts of a growing segment are kept in a row of a table, so that thousands of
-    them advance as arrays.
+    segments advance as arrays.
     """
 
     __slots__ = ("_columns", "_num_blocks", "_num_tokens", "_row", "cache_id", "copies", "start")
@@ -79,7 +76,7 @@ class Segment:
 
     @property
     def num_tokens(self) -> int:
-        """The number of cached tokens."""
+        """The number of cached tokens in the segment."""
         if self._columns is None:
             return self._num_tokens
         return int(self._columns.num_cached[self._row] - self._columns.bases[self._row])
@@ -92,7 +89,7 @@ class Segment:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks on each R-worker with a copy."""
+        """The segment's number of blocks on each R-worker with a copy."""
         return self._num_blocks if self._columns is None else int(self._columns.num_blocks[self._row])
 
     @num_blocks.setter
@@ -103,12 +100,12 @@ class Segment:
 
     @property
     def workers(self) -> list[int]:
-        """The R-workers with a copy, the home first."""
+        """The indices of the R-workers with a copy, the home first."""
         return [copy.worker for copy in self.copies]
 
     @property
     def home(self) -> int:
-        """The R-worker of the first copy; -1 if there is none."""
+        """The index of the R-worker with the first copy; -1 if there is no copy."""
         return self.copies[0].worker if self.copies else -1
 
     @property
@@ -117,16 +114,16 @@ class Segment:
         return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
-        """Return the copy on R-worker ``worker``, or None."""
+        """Return the copy on R-worker ``worker``, or None if it has none."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:
-        """Keep the counts in ``row`` of ``columns`` from now on."""
+        """Keep the segment's counts in ``row`` of ``columns`` until ``release``."""
         num_tokens, num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = columns, row
         self.num_tokens, self.num_blocks = num_tokens, num_blocks
 
     def release(self) -> None:
-        """Take the counts out of the table, so that another segment can use the row."""
+        """Copy the segment's counts out of its table row, so that another segment can use the row."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = None, -1

@@ -1,4 +1,4 @@
-"""How long steps took, as decaying sums, and each R-worker's speed derived from them."""
+"""Decaying sums of step times, and each R-worker's speed derived from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.core.step import ScheduledStep
 
 @dataclass(frozen=True)
 class Observed:
-    """The seconds of one step: the S-worker's own, its waiting for R-workers, and the busy seconds of each R-worker."""
+    """One step's seconds: the S-worker's own, its waiting for R-workers, and each R-worker's busy seconds."""
 
     step: ScheduledStep
     s_seconds: float
@@ -23,12 +23,12 @@ class Observed:
 
     @cached_property
     def shows_speeds(self) -> bool:
-        """True if the R-workers did little but attend for decodes."""
+        """True if the R-workers' busy seconds come almost only from attention for decodes."""
         step = self.step
         if step.is_decode:
             return True
-        # Highest ratio of prompt rows to attended KV tokens at which a step shows speeds. R-workers also store prompt
-        # rows, which would look like slowness.
+        # Highest ratio of prompt rows to attended KV tokens at which busy seconds show speeds. R-workers also store
+        # prompt rows, which would look like slowness.
         most_prompt_rows = 0.05
         return step.num_prompt_rows <= most_prompt_rows * sum(step.kv_loads) and step.only_decodes_attend
 
@@ -45,14 +45,13 @@ class Observer(Protocol):
     """A part of the scheduler that learns from the duration of steps."""
 
     def observe(self, observed: Observed) -> None:
-        """Learn from one more step."""
+        """Learn from the times of the step ``observed``."""
 
 
 class Decayed:
     """Decaying sums of observed values: float64 [num_sums], or [num_sums, n] for n things observed separately.
-
-    ``kept``: the weight of the past after another observation. About the last 1 / (1 - kept) observations count, and
-    the ratio of two sums is a mean over them.
+    ``kept``: the weight of the past after another observation. About the last 1 / (1 - kept) observations count. The
+    ratio of two sums is a mean over them.
     """
 
     def __init__(self, kept: float, *shape: int) -> None:
@@ -60,18 +59,18 @@ class Decayed:
         self.sums = np.zeros(shape)
 
     def add(self, *values: Any, where: np.ndarray | None = None) -> None:
-        """Add a value to each sum. ``where``, bool [n]: which of n things were observed; None means all."""
+        """Add one of ``values`` to each sum. ``where``, bool [n]: which of n things were observed; None means all."""
         if where is None:
             self.sums = self.kept * self.sums + values
         else:
             self.sums = np.where(where, self.kept * self.sums + values, self.sums)
 
     def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
-        """Return one sum divided by another, or by ``least`` if that is larger."""
+        """Return sum ``top`` divided by sum ``bottom``, or by ``least`` if that is larger than sum ``bottom``."""
         return float(self.sums[top] / max(self.sums[bottom], least))
 
     def resize(self, num_things: int) -> None:
-        """Resize to ``num_things`` things; new ones have no observations."""
+        """Resize the sums to ``num_things`` things; new things have no observations."""
         self.sums = np.pad(self.sums, ((0, 0), (0, num_things - self.sums.shape[1])))
 
     def forget(self, thing: int) -> None:
@@ -83,19 +82,17 @@ KEPT = 0.95
 """Weight of the past after another step: about the last 20 steps count."""
 
 LEAST_SECONDS = 0.05
-"""Least decayed busy time that shows a speed. Shorter times are mostly fixed costs and noise."""
+"""Least decayed busy seconds that show an R-worker's speed. Shorter times are mostly fixed costs and noise."""
 
 NUM_STEPS = 3
-"""Consecutive steps with the same kind of deviation before the old speed is dropped."""
+"""Consecutive steps, all faster or all slower than usual, after which the old speed is dropped."""
 
 
 class Speeds:
-    """Each R-worker's speed: a decaying sum of attended tokens over its time. A change of speed resets the sum.
-
-    Bandwidth at the start does not show which R-workers will share cores: two on one core, or one with a busy
-    neighbour. Busy seconds do show it.
-
-    ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit, float64 [num_workers].
+    """Each R-worker's speed: a decaying sum of attended KV tokens over busy seconds. A change of speed resets the sum.
+    Bandwidth measured at the start does not show which R-workers will share cores: two on one core, or one with a busy
+    neighbour. Busy seconds do show it. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
+    float64 [num_workers].
     """
 
     def __init__(self, bandwidths: Sequence[float]) -> None:
@@ -107,9 +104,8 @@ class Speeds:
     @property
     def lasting(self) -> np.ndarray:
         """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
-
-        They equal the bandwidths while all are as expected within ``tolerance``. An R-worker never seen at work counts
-        by its bandwidth.
+        They equal the bandwidths while all speeds are as expected within ``tolerance``. An R-worker that was never at
+        work counts by its bandwidth.
         """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
@@ -123,14 +119,13 @@ class Speeds:
 
     @property
     def relative_times(self) -> np.ndarray:
-        """Each R-worker's time to attend, relative to one of mean speed; float64 [num_workers]."""
+        """Each R-worker's time per KV token, relative to an R-worker of mean speed; float64 [num_workers]."""
         speeds = self.lasting
         return speeds.sum() / len(speeds) / np.maximum(speeds, 1e-300)
 
     def latest(self, present: Sequence[int]) -> np.ndarray:
         """Return speeds for decisions that are easy to revert: float64 [num_workers], in any common unit, all above 0.
-
-        They equal ``lasting`` until all R-workers in ``present`` were seen at work.
+        They equal ``lasting`` until all R-workers in ``present`` were at work.
         """
         tokens, seconds = self._usual.sums
         if (seconds[list(present)] < LEAST_SECONDS).any():
@@ -138,10 +133,10 @@ class Speeds:
         return np.maximum(np.where(seconds > 0, tokens / np.maximum(seconds, 1e-300), 0.0), 1e-300)
 
     def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
-        """Learn from one decode step: KV tokens attended and busy seconds of each R-worker."""
+        """Learn from one decode step: attended KV tokens and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
-        # An R-worker with less than this part of the busiest one's time, or of the largest load, shows too little
+        # An R-worker with less than this part of the longest busy time, or of the largest load, counts as not at work
         at_work = 0.25
         seen = (seconds >= at_work * seconds.max()) | (tokens >= at_work * tokens.max())
         seen &= seconds > 0
@@ -153,7 +148,7 @@ class Speeds:
             self._ways[changed] = 0
 
     def join(self, index: int, bandwidth: float) -> None:
-        """Add R-worker ``index``, new or in a vacant place, without observations."""
+        """Add R-worker ``index``, new or vacant, without observations."""
         if index == len(self.bandwidths):
             self.bandwidths, self._ways = np.append(self.bandwidths, 0.0), np.append(self._ways, 0)
             self._usual.resize(index + 1)
@@ -164,8 +159,7 @@ class Speeds:
 
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
         """Count the consecutive steps in which each R-worker was faster (above 0) or slower (below 0) than usual.
-
-        The sums of these steps are kept. A slowdown that is common to all is no change.
+        The sums of these steps are kept. A slowdown that all R-workers share is no change.
         """
         tokens, seconds = self._usual.sums
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
@@ -174,9 +168,9 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        # An R-worker may have changed if its speed relative to the others is off by more than this factor
+        # An R-worker's speed may have changed if it deviates by more than this factor, relative to the other R-workers
         changed = 1.2
-        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # as usual, or alone without comparison
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # all as usual, or one R-worker without comparison
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)
@@ -187,6 +181,6 @@ class Speeds:
 
 
 def _median(values: np.ndarray) -> float:
-    """Return ``np.median`` of a few numbers, float64 [n], in a tenth of its time."""
+    """Return the median of a few ``values``, float64 [n], ten times faster than ``np.median``."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)

@@ -17,7 +17,7 @@ from fastdecode.scheduler.places.speeds import Observed, Speeds
 Control = tuple[int, int, int, int]
 
 KEPT_GONE = 16
-"""Most lost R-workers that keep their index. Beyond these, a newcomer takes the index of the longest lost one."""
+"""Most lost R-workers that keep their index. Beyond these, a new R-worker takes the longest lost one's index."""
 
 
 class RoomError(BackendError):
@@ -26,12 +26,11 @@ class RoomError(BackendError):
 
 @dataclass(eq=False)
 class Prefix:
-    """A retained prefix: a copy that no sequence owns, named ``prefix_id`` on R-worker ``worker``.
-
-    Hash i covers all tokens up to the end of block i. If a sequence has two copies, both are retained with the same
-    ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has: those of a hybrid's state,
-    and of the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
-    ``used_seconds``: the time of the last use. ``is_parked``: its R-worker's disk also has all of it.
+    """A retained prefix: cached tokens that no sequence owns, held by R-worker ``worker`` as ``prefix_id``.
+    ``block_hashes[i]`` covers all tokens up to the end of block i. If a sequence has two copies, both are retained with
+    the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has: blocks of a hybrid's
+    state, and of the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
+    ``used_seconds``: the time of the last use. ``is_parked``: its R-worker's disk also has the whole prefix.
     """
 
     prefix_id: int
@@ -47,13 +46,12 @@ class Prefix:
 
 @dataclass(eq=False, slots=True)
 class WorkerState:
-    """One R-worker. After its loss it keeps its index until another takes it.
-
+    """The scheduler's record of one R-worker. After its loss it keeps its index until another R-worker takes that.
     ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Blocks with a single owner are
-    only counted. Blocks that several may hold are :class:`Block` objects, counted once. ``cached`` blocks are held by
-    retained ``prefixes`` only, least recently used first, and can be freed at any time. ``num_sequences``: sequences
-    that append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to send.
-    ``host``: its machine.
+    only counted. Blocks that several owners may share are :class:`Block` objects, counted once. ``cached``: blocks that
+    only retained ``prefixes`` hold, least recently used first; they can be freed at any time. ``num_sequences``:
+    sequences that append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to
+    send. ``host``: the R-worker's machine.
     """
 
     index: int
@@ -70,7 +68,7 @@ class WorkerState:
 
     @property
     def available(self) -> int:
-        """Blocks that are free, or would be after evicting the whole prefix cache."""
+        """The number of blocks that are free, or would be after evicting all retained prefixes."""
         return self.free + self.cached
 
     @property
@@ -84,13 +82,13 @@ class WorkerState:
         self.num_segments += 1
 
     def give_back(self, num_blocks: int, shared: Iterable[Block]) -> None:
-        """Free the blocks of a dropped copy: ``num_blocks`` of its own, and its ``shared`` ones."""
+        """Free the blocks of a dropped copy: ``num_blocks`` unshared ones, and ``shared`` ones that nobody holds."""
         self.free += num_blocks
         self.drop(shared)
         self.num_segments -= 1
 
     def grow(self, num_blocks: int) -> None:
-        """Reserve ``num_blocks`` more blocks for present copies; a negative number frees blocks."""
+        """Reserve ``num_blocks`` more blocks for existing copies; a negative number frees blocks."""
         if num_blocks > self.free:
             raise RoomError(
                 f"R-worker {self.index} has {self.free} free blocks, and {num_blocks} were promised (a bug)"
@@ -114,7 +112,7 @@ class WorkerState:
         self._tell(Verb.RESERVE, cache_id, job_id, num_tokens)
 
     def commit(self, cache_id: int, job_id: int, num_tokens: int) -> None:
-        """Queue a COMMIT: prefill workers have stored these tokens."""
+        """Queue a COMMIT: prefill workers have stored ``num_tokens`` tokens of ``cache_id`` under job ``job_id``."""
         self._tell(Verb.COMMIT, cache_id, job_id, num_tokens)
 
     def _tell(self, verb: Verb, cache_id: int, source_id: int, num_tokens: int) -> None:
@@ -127,7 +125,7 @@ class WorkerState:
             block.num_sequences += 1
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Count one sequence less as a holder of ``blocks``."""
+        """Count one sequence less as a holder of ``blocks``; free the blocks that nobody holds any more."""
         for block in blocks:
             block.num_sequences -= 1
             if block.num_sequences == 0:
@@ -135,7 +133,7 @@ class WorkerState:
                 self.free += block.num_prefixes == 0
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Count one retained prefix less as a holder of ``blocks``."""
+        """Count one retained prefix less as a holder of ``blocks``; free the blocks that nobody holds any more."""
         for block in blocks:
             block.num_prefixes -= 1
             if block.num_prefixes == 0 and block.num_sequences == 0:
@@ -144,9 +142,8 @@ class WorkerState:
 
 
 class Workers:
-    """All R-workers by index, including the last ``KEPT_GONE`` lost ones.
-
-    Figures that are compared across them are arrays.
+    """The records of all R-workers by index, including the last ``KEPT_GONE`` lost ones.
+    Figures that are compared across R-workers are arrays.
     """
 
     def __init__(
@@ -157,8 +154,7 @@ class Workers:
         hosts: Sequence[str] = (),
     ) -> None:
         """``bandwidths``: each R-worker's memory bandwidth at its start, in any unit.
-
-        ``hosts``: their machines, if known.
+        ``hosts``: the R-workers' machines, if known.
         """
         self.sizes, self.block_size = sizes, sizes.block_size
         self.speeds = Speeds(bandwidths)
@@ -168,81 +164,80 @@ class Workers:
             state.host = host
 
     def __len__(self) -> int:
-        """Return the number of indices, which includes lost R-workers."""
+        """Return the number of indices, lost R-workers included."""
         return len(self._states)
 
     def __getitem__(self, index: int) -> WorkerState:
-        """Return the R-worker with this index."""
+        """Return the record of R-worker ``index``."""
         return self._states[index]
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Yield all R-workers in order."""
+        """Yield the records of all R-workers in order of index, lost R-workers included."""
         return iter(self._states)
 
     @property
     def present(self) -> list[int]:
-        """The R-workers that are not lost."""
+        """The indices of R-workers that are not lost."""
         return [worker.index for worker in self._states if not worker.is_gone]
 
     @property
     def vacant(self) -> list[int]:
-        """The indices that newcomers take before new ones are added at the end."""
+        """The indices of lost R-workers that new R-workers take, before indices are added at the end."""
         return self._gone[: max(0, len(self._gone) - KEPT_GONE)]
 
     @property
     def draining(self) -> list[int]:
-        """The R-workers that are draining."""
+        """The indices of draining R-workers."""
         return [worker.index for worker in self._states if worker.is_draining]
 
     @property
     def accepting(self) -> list[int]:
-        """The R-workers that accept sequences."""
+        """The indices of R-workers that are neither lost nor draining, so that sequences may start there."""
         return [worker.index for worker in self._states if not worker.is_gone and not worker.is_draining]
 
     @property
     def num_blocks(self) -> np.ndarray:
-        """KV blocks of each: int64 [num_workers]."""
+        """The number of KV blocks of each R-worker: int64 [num_workers]."""
         return np.array([worker.num_blocks for worker in self._states])
 
     @property
     def available(self) -> np.ndarray:
-        """Blocks of each that are free, or would be after evicting the prefix cache: int64 [num_workers]."""
+        """Blocks of each R-worker that are free or held by retained prefixes only: int64 [num_workers]."""
         return np.array([worker.free + worker.cached for worker in self._states])
 
     @property
     def num_sequences(self) -> np.ndarray:
-        """Sequences that append on each R-worker: int64 [num_workers]."""
+        """The number of sequences that append on each R-worker: int64 [num_workers]."""
         return np.array([worker.num_sequences for worker in self._states])
 
     @property
     def has_controls(self) -> bool:
-        """True while controls wait to be sent."""
+        """True while controls to any R-worker wait to be sent."""
         return any(worker.controls for worker in self._states)
 
     def take_controls(self) -> tuple[tuple[Control, ...], ...]:
-        """Return the controls to send, and clear them."""
+        """Return the controls to send to each R-worker, and clear them."""
         controls = tuple(tuple(worker.controls) for worker in self._states)
         for worker in self._states:
             worker.controls.clear()
         return controls
 
     def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
-        """Queue ``controls`` again, before newer ones, since no R-worker received them."""
+        """Queue ``controls`` again, before newer controls, since no R-worker received them."""
         for worker, verbs in zip(self._states, controls, strict=True):
             worker.controls[:0] = verbs
 
     def observe(self, observed: Observed) -> None:
-        """Learn the speeds from a step, if prompts had little part in it."""
+        """Learn the R-workers' speeds from a step, if it had few prompt rows."""
         if observed.shows_speeds:
             self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks ``num_tokens`` tokens take."""
+        """Return how many blocks a sequence of ``num_tokens`` tokens takes."""
         return self.sizes.blocks_for(num_tokens)
 
     def join(self, index: int, num_blocks: int, bandwidth: float, host: str = "") -> float:
-        """Add an R-worker with all blocks free; return its speed relative to all others together.
-
+        """Add an R-worker with all blocks free; return its speed divided by the sum of all other speeds.
         ``index`` is vacant, or the next one.
         """
         others = self.present
@@ -254,11 +249,11 @@ class Workers:
         return float(speeds[index] / speeds[others].sum())
 
     def drain(self, index: int) -> None:
-        """Stop R-worker ``index`` from accepting sequences; no effect on a lost one."""
+        """Let no more sequences start on R-worker ``index``; do nothing if it is lost."""
         self._states[index].is_draining = not self._states[index].is_gone
 
     def lose(self, index: int) -> None:
-        """Mark R-worker ``index`` as lost, with all it held."""
+        """Mark R-worker ``index`` as lost, with all its blocks and prefixes."""
         if not self._states[index].is_gone:
             self._gone.append(index)
         self._states[index] = WorkerState(index, 0, 0, is_gone=True)

@@ -1,1 +1,1 @@
-"""Policies read the store and decide operations, which the store carries out. They never write to it."""
+"""Policies: they read the store and return operations, which the store carries out. They never write to the store."""

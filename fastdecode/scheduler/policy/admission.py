@@ -1,6 +1,5 @@
-"""Admission: which sequence starts next and where, within seats, blocks, KV load and token budget.
-
-Prompts are cut to the budget.
+"""Admission: decides which waiting sequence starts next and where, within seats, blocks, KV load and token budget.
+Prompts are cut to the token budget of a step.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
 WouldBegin = Callable[[int, int], int | bool]
-"""Whether this step would compute some of so many prompt tokens after so many cached ones, or prefill workers would."""
+"""Given uncomputed prompt tokens and cached ones before them: would this step or a prefill worker compute some?"""
 
 
 class _Start(NamedTuple):
-    """How a sequence starts: the load it adds, its segments, and the prefix that it begins from."""
+    """A decision to start a sequence: the load that it adds, its segments, and the cached prefix that it uses."""
 
     newcomer: Newcomer
     segments: list[Segment]
@@ -41,8 +40,7 @@ class _Start(NamedTuple):
 
 
 class Admission:
-    """Starts the head of the queue if every budget allows it. No sequence overtakes the head.
-
+    """Starts the first sequence in the queue if every budget allows it. No sequence overtakes the first.
     ``num_starts``: sequences that started for the first time in this step.
     """
 
@@ -63,7 +61,7 @@ class Admission:
         self._is_open = True
 
     def begin_step(self) -> None:
-        """Reset for a new step, once its running sequences are known."""
+        """Reset the counts of the last step. Call this once the sequences that run in the new step are known."""
         self.future.begin_step()
         self.num_starts = 0
         self._is_open = not self._schedule.waves or not len(self._residents)
@@ -74,7 +72,7 @@ class Admission:
         self._begin_load_control()
 
     def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
-        """Start the head of the queue and return it; None if it has to wait."""
+        """Start the first sequence in the queue and return it; None if it has to wait."""
         if self._queue.head_follows:
             yield SetFollowersAside()
         sequence = self._queue.head
@@ -102,7 +100,9 @@ class Admission:
     def _whole(
         self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence`` starts in one segment; None if it cannot. ``alone`` is its load."""
+        """Return how ``sequence`` starts in one segment; None if it cannot.
+        ``alone``: the KV load that ``sequence`` and its siblings add.
+        """
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
             for hit in self._store.prefixes.ways(hits.get(index)):
@@ -113,8 +113,7 @@ class Admission:
     def _on(
         self, index: int, hit: Hit | None, sequence: TokenSequence, costs: np.ndarray, would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence`` starts in one segment on R-worker ``index`` from ``hit``.
-
+        """Return how ``sequence`` starts in one segment on R-worker ``index`` from the cached prefix ``hit``.
         Return None if budgets forbid it.
         """
         if not self.room.to_begin(sequence, index, hit):
@@ -128,7 +127,7 @@ class Admission:
         return _Start(there, [Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])], hit)
 
     def _in_segments(self, sequence: TokenSequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
-        """Return how ``sequence`` starts in several segments, from the longest cached prefix or from none."""
+        """Return how ``sequence`` starts in several segments, from the longest of ``hits`` or from none."""
         longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
             if found := self.segments.to_begin(sequence, hit, would_begin):
@@ -136,7 +135,7 @@ class Admission:
         return None
 
     def _note(self, start: _Start) -> None:
-        """Count what has just started against the budgets."""
+        """Count the sequence that has just started against the budgets."""
         newcomer = start.newcomer
         for worker in (*(worker for each in start.segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
@@ -144,7 +143,7 @@ class Admission:
         self.load_control.started(newcomer)
 
     def _begin_load_control(self) -> None:
-        """Let load control decide whether starts are spread, given the waiting requests."""
+        """Let load control decide whether the waiting sequences' starts are spread over several steps."""
         seats = max(1, self._limits.max_num_seqs - len(self._residents))
         head = next(iter(self._queue), None)
         knows_lengths = head is not None and (not head.may_stop or self.future.output_lengths.is_known)
@@ -162,11 +161,11 @@ class Admission:
 
 
 MOST_SCORED_ROWS = 256
-"""Most rows per step with logits beyond the sampling ones. Each takes memory for the whole vocabulary."""
+"""Most rows per step with logits for scoring, beyond the sampling rows. Each takes memory for the whole vocabulary."""
 
 
 class ChunkCutter:
-    """Cuts prompts to the rows that a step of ``budget`` rows has left, and to MOST_SCORED_ROWS."""
+    """Cuts prompts into chunks that fit the ``budget`` rows of a step, and MOST_SCORED_ROWS."""
 
     def __init__(self, store: Store, prefill: Prefill, budget: int) -> None:
         self.chunks: list[Chunk] = []
@@ -174,7 +173,7 @@ class ChunkCutter:
         self._scored_left = MOST_SCORED_ROWS
 
     def rows_for(self, num_left: int) -> int:
-        """Return how many of a prompt's ``num_left`` tokens would go into this step."""
+        """Return how many of a prompt's ``num_left`` uncomputed tokens would go into this step."""
         if self._prefill is Prefill.UNBOUNDED:
             return num_left
         if self._prefill is not Prefill.CHUNKED and num_left > self._budget and self.chunks:
@@ -182,7 +181,7 @@ class ChunkCutter:
         return max(0, min(num_left, self._budget))
 
     def cut(self, sequence: TokenSequence) -> None:
-        """Put as many of the next prompt tokens of ``sequence`` into the step as fit."""
+        """Add to the step as many of the next prompt tokens of ``sequence`` as fit."""
         count = self.rows_for(sequence.num_prefill - sequence.num_cached)
         if sequence.scored:
             count = min(count, self._scored_left)

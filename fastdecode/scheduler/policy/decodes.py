@@ -1,4 +1,4 @@
-"""Which sequences decode in a step and with which blocks, and which R-worker attends if two hold a copy."""
+"""The decodes of a step: which sequences decode, their new blocks, and which of two copies' R-workers attends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Decodes:
-    """All sequences decode in every step, unless a strict load limit would be exceeded or blocks run out."""
+    """Lets all sequences decode in every step, unless a strict load limit would be exceeded or blocks run out."""
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, copies: SecondCopies | None) -> None:
-        """``copies``: second copies; with them, the attending R-worker is chosen anew in each step."""
+        """``copies``: second copies of sequences; with them, every step chooses the attending R-workers."""
         self._store, self._table, self._workers = store, store.table, store.workers
         self._admission, self._load_limit = admission, admission.load_limit
         self._attendance = Attendance(store) if limits.placing.twice else None
         self._copies = copies
 
     def choose(self) -> Decision[np.ndarray]:
-        """Return the table rows that decode in this step, int64 [n], and reserve the blocks that they need."""
+        """Return the table rows that decode in this step, int64 [n], and reserve blocks for their next tokens."""
         table = self._table
         while True:
             yield Refresh()
@@ -50,7 +50,9 @@ class Decodes:
             yield from self._make_way(short[0])
 
     def _extend(self, rows: np.ndarray) -> Decision[None]:
-        """Give the first of these rows a new tail, since its tail is full; or preempt a victim to make room."""
+        """Give the sequence of ``rows[0]``, whose tail is full, a new tail.
+        Or preempt a sequence to make room for it.
+        """
         sequence = self._table.sequence(int(rows[0]))
         worker, has_room = self._admission.segments.next_tail(sequence)
         if has_room:
@@ -61,14 +63,13 @@ class Decodes:
             yield Preempt(sequence)
 
     def _make_way(self, worker: int) -> Decision[None]:
-        """Free blocks on R-worker ``worker``: unneeded copies go first, then a sequence is preempted."""
+        """Free blocks on R-worker ``worker``: drop a spare second copy there, else preempt a sequence."""
         if self._copies is None or not (yield from self._copies.give_up(worker)):
             yield Preempt(self._victim(worker))
 
     def _victim(self, worker: int) -> TokenSequence:
-        """Return the youngest sequence on ``worker``.
-
-        It is never the oldest of all, nor one that got no token since its preemption.
+        """Return the youngest sequence on R-worker ``worker``, to be preempted.
+        It is never the oldest sequence there, nor one that got no token since it was preempted before.
         """
         here = self._store.residents.on(worker)
         for sequence in reversed(here[1:]):
@@ -78,9 +79,8 @@ class Decodes:
         return here[-1]
 
     def _within_load_limit(self) -> np.ndarray:
-        """Return all rows, without the youngest if a strict limit would be exceeded.
-
-        That happens when outputs are longer than expected.
+        """Return the decoding rows, without the youngest sequences that would exceed a strict load limit.
+        The limit would be exceeded when outputs are longer than expected.
         """
         table, limits = self._table, self._load_limit.strict
         rows = table.rows
@@ -97,15 +97,14 @@ class Decodes:
 
 
 class Attendance:
-    """Balances the load of R-workers in each step without moving data: either holder of a copy may attend."""
+    """Balances the load of R-workers in each step without moving data: either holder of a segment may attend."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> Attend | None:
         """Return which holder attends each tail and closed segment of the decoding sequences.
-
-        The choice balances the time of all R-workers. Return None if nothing has two copies.
+        The choice balances the busy time of all R-workers. Return None if no segment has two copies.
         """
         table = self._table
         rows, closed = table.rows[table.second_workers[table.rows] >= 0], self._closed()
@@ -135,9 +134,8 @@ class Attendance:
 
 class _Choice:
     """Chooses which of two R-workers attends each of n tails or closed segments.
-
-    ``homes`` and ``others``, int64 [n], are the two holders. ``tokens``, float64 [n], is the load of each.
-    ``on_second``, bool [n], is the choice.
+    ``homes`` and ``others``, int64 [n], are the two holders. ``tokens``, float64 [n], are the KV tokens of each
+    segment. ``on_second``, bool [n], is the choice: True for ``others``.
     """
 
     def __init__(self, homes: np.ndarray, others: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
@@ -146,13 +144,12 @@ class _Choice:
         self.on_second = on_second
 
     def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
-        """Change ``on_second`` until no R-worker takes much longer than ``mean``, or no change helps the busiest.
-
-        ``seconds``, float64 [num_workers], is updated; ``speeds``: tokens per second.
+        """Change ``on_second`` until no R-worker takes much longer than ``mean`` seconds, or no change helps.
+        ``seconds``, float64 [num_workers], each R-worker's busy time, is updated; ``speeds``: tokens per second.
         """
-        # Ratio of the busiest R-worker's time to the mean, below which nothing is swapped
+        # Ratio of the busiest R-worker's time to the mean, below which no choice is changed
         even = 1.002
-        # Most swaps in one step; the next step continues
+        # Most changes in one step; the next step continues
         most_swaps = 64
         for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
@@ -176,10 +173,9 @@ class _Choice:
         return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
-        """Return the change with the lowest maximum over the R-workers it touches; None if no change helps.
-
-        One item of the busiest R-worker goes to its other holder. A second item may go on from there to its own other
-        holder.
+        """Return the indices of one or two segments whose change relieves R-worker ``busiest`` most; None if none does.
+        One segment of the busiest R-worker is attended by its other holder. A second segment may be attended by its
+        other holder instead of there.
         """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)

@@ -1,4 +1,4 @@
-"""The time of a step as a function of its rows: fitted to observed steps, or given by a ``StepTime``."""
+"""The time of a step as a function of its rows: fitted to observed steps, or computed by a ``StepTime``."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ import numpy as np
 from fastdecode.core.protocols import StepTime
 
 LEVEL_RATE = 1 / 16
-"""Weight of the last step in the current level. Noise falls to a fifth, and drift is followed within seconds."""
+"""Weight of the last step in the mean time. Noise falls to a fifth, and drift is followed within seconds."""
 
 
 class RowCost:
     """The time of a step with x rows, in any unit: level + slope · (x - rows).
-
-    ``level`` and ``rows`` are means of the last steps. The slope is fitted to changes from step to step. It lies
-    between 0 (constant time) and level / rows (proportional time). Beyond the most rows seen lately, it is at least
-    ``beyond`` of the proportional slope.
+    ``level`` and ``rows`` are means of the last steps' times and rows. The slope is fitted to changes from step to
+    step. It lies between 0 (constant time) and level / rows (proportional time). Beyond the most rows seen lately, it
+    is at least ``beyond`` of the proportional slope.
     """
 
     def __init__(self, prior: float, beyond: float) -> None:
-        """``prior``: the slope before the rows change, as a part of level / rows."""
+        """``prior``: the slope assumed until the number of rows changes, as a part of level / rows."""
         self.rows = self.level = 0.0
         self._prior, self._beyond = prior, beyond
         self._products = self._squares = self._noise = self._widest = 0.0
         self._count = 0
 
     def slope(self, optimism: float = 0.0) -> float:
-        """Return the slope per row, less ``optimism`` standard errors."""
+        """Return the time per additional row, less ``optimism`` standard errors."""
         if not self.rows:
             return 0.0
         unit, proportional = self.rows * self.rows, self.level / self.rows
-        # Weight of the prior slope, in the same unit: less than one trial of a quarter
+        # Weight of the prior slope, in squared relative changes of rows: less than one trial with a quarter more rows
         slope_prior_weight = 0.05
         weight = slope_prior_weight * unit
         fitted = (self._products + weight * self._prior * proportional) / (self._squares + weight)
-        # Variance of a step's time over its square: 1 %
+        # Least relative variance of a step's time, for a standard deviation of 1 %
         least_noise = 1e-4
         error = math.sqrt(max(self._noise, least_noise) * unit / max(self._squares, 1e-9 * unit))
         return min(max(0.0, fitted - optimism * error * proportional), proportional)
 
     def observe(self, rows: float, value: float) -> None:
-        """Learn that a step of ``rows`` rows took ``value``."""
+        """Learn that a step of ``rows`` rows took the time ``value``."""
         self._count += 1
         rate = max(LEVEL_RATE, 1 / self._count)
         if self.level > 0:
@@ -54,7 +53,7 @@ class RowCost:
         self._widest = max(rows, self._widest - width_rate * (self._widest - self.rows))
 
     def at(self, rows: np.ndarray, optimism: float = 0.0) -> np.ndarray:
-        """Return the expected time of each of ``rows``, float64 [n]."""
+        """Return the expected time of a step with each number of ``rows``, float64 [n]."""
         slope = self.slope(optimism)
         if not self._widest:
             return np.zeros(len(rows))
@@ -65,32 +64,32 @@ class RowCost:
         return widest + slope * np.minimum(further, 0.0) + beyond * np.maximum(further, 0.0)
 
     def _fit(self, rows: float, value: float, rate: float) -> float:
-        """Fit the slope, and return ``value`` without the part that is a pause."""
+        """Fit the slope to one more step, and return its time ``value`` without pauses of the machine."""
         expected, change = self.level + self.slope() * (rows - self.rows), rows - self.rows
         relative = change / self.rows
-        # Most of a step's time above the expected one, as a part of it. More is a pause of the machine, and counts as
-        # this.
+        # Most by which a step's time may exceed the expected time, as a part of the latter. A longer time is a pause of
+        # the machine, and is cut to this.
         most_jump = 0.5
         highest = (1.0 + most_jump) * max(expected, self.level * rows / self.rows)
         value = min(value, highest)
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
-        # Squared relative changes of the row count that a slope rests on: two doublings, or 32 trials of a quarter.
-        # Steps without a change in rows add nothing, so they do not decay it either.
+        # Squared relative changes of rows that the slope remembers: two doublings, or 32 trials with a quarter more
+        # rows. Steps with unchanged rows say nothing about the slope, so they do not decay it either.
         slope_memory = 2.0
         kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
         kept *= slope_memory / (slope_memory + relative**2)
-        # Least relative change of the rows; the effect of a smaller one is lost in noise
+        # Least relative change of rows that counts; the effect of a smaller one is lost in noise
         least_change = 0.05
         if abs(relative) < least_change:
             return value
-        most = change * self.level / self.rows  # rows can explain this much; the rest is drift
+        most = change * self.level / self.rows  # rows can explain at most this change of time; the rest is drift
         self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
         self._squares = kept * self._squares + change * change
         return value
 
 
 class GivenTimes:
-    """A ``StepTime`` evaluated at a few row counts, linear in between; evaluated again when they change."""
+    """The times of a ``StepTime``, computed at a few row counts and interpolated; computed again when loads change."""
 
     def __init__(self, step_time: StepTime) -> None:
         self._step_time = step_time
@@ -98,15 +97,14 @@ class GivenTimes:
         self._rows = self._times = np.zeros(0)
 
     def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps with ``more`` rows than ``num_tokens``.
-
-        All R-workers count as loaded as the busiest.
+        """Return the seconds of steps with ``num_tokens`` plus each of ``more`` rows.
+        All R-workers count as loaded as the busiest in ``kv_loads``.
         """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
-        # Row counts at which a given ``StepTime`` is evaluated, most of them low; it is linear in between
+        # Row counts at which a ``StepTime`` is computed, most of them low; it is interpolated in between
         most_points = 33
-        # Relative change of the KV load that is too small for another evaluation
+        # A smaller relative change of the KV load does not cause another computation
         same_load = 0.02
         if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > same_load * loads:
             self._key = (num_tokens, most_more, kv_tokens)

@@ -1,4 +1,4 @@
-"""How many draft tokens each sequence verifies: as many as raise the expected tokens per second."""
+"""The number of draft tokens that each sequence verifies: as many as raise the expected tokens per second."""
 
 from __future__ import annotations
 
@@ -11,47 +11,46 @@ from fastdecode.core.protocols import StepTime
 from fastdecode.scheduler.policy.draft_costs import LEVEL_RATE, GivenTimes, RowCost
 
 FIRST_STEPS = 4
-"""Decode steps before the first drafts; the first steps are slow and tell little."""
+"""Decode steps without drafts at the beginning; the first steps are slow and tell little."""
 
 PRIOR = 0.5
-"""Acceptance before any draft was tested. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
+"""Assumed acceptance before any draft was verified. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
 
 LEAST_GAIN = 0.02
-"""Least gain for drafts. The forecast is no more precise, and drafts cost a little host time."""
+"""Least relative gain in tokens per second for which drafts are used. Forecasts are no more precise than this."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
-"""Bounds of the steps between trials.
-
-The lower one notices repetitive text soon; the upper one notices a change of the machine at last.
+"""Least and most steps between trials.
+The lower bound notices repetitive text soon; the upper bound notices a change of the machine at last.
 """
 
 NOTHING = np.zeros(1, np.int64)
 
 LEAST_SECONDS = 1e-9
-"""Least seconds of a step."""
+"""Least seconds of a step, which avoids a division by zero."""
 
 
 class BalancedDrafts:
     """Adds draft tokens in order of their chances, as long as the expected tokens per second rise.
-
     A step of n sequences yields n tokens, and draft j of a sequence with acceptance a yields another a^j. The step
-    takes S + R - overlap · min(S, R) plus a constant. S and R, of the slowest R-worker, depend on rows
-    (:class:`RowCost`), and R on KV tokens too. So R-bound steps get drafts until S is as long. S-bound steps get none,
-    since their time rises at least as fast as their tokens, unless rows turn out to be free on the S side.
-
-    Now and then a trial assumes smaller slopes than fitted, and gives one more draft to sequences whose drafts were
+    takes S + R - overlap · min(S, R) plus a constant. S, the S-worker's time, and R, the slowest R-worker's, depend on
+    rows (:class:`RowCost`), and R on KV tokens too. So R-bound steps get drafts until S is as long. S-bound steps get
+    none, since their time rises at least as fast as their tokens, unless rows turn out to be free on the S side. Now
+    and then a trial assumes smaller slopes than fitted, and gives one more draft to sequences whose drafts were
     rejected.
     """
 
     def __init__(self, most_drafts: int, num_mini_batches: int, step_time: StepTime | None = None) -> None:
-        """``most_drafts``: per sequence. ``step_time``: the calibrated times; None fits them to observed steps."""
+        """``most_drafts``: most draft tokens per sequence.
+        ``step_time``: calibrated times; None to fit observed steps.
+        """
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        # S slope before rows change: S time proportional to rows, the worst case
+        # Assumed slope of S until rows change: time proportional to rows, the worst case
         s_slope = 1.0
-        # R slope before rows change, as a part of one read of the cache. Measured: 0.04 (MHA, bfloat16), 0.4 (groups of
-        # 4), 0.8 (groups of 8).
+        # Assumed slope of R until rows change, as a part of one read of the cache. Measured: 0.04 (MHA, bfloat16), 0.4
+        # (groups of 4), 0.8 (groups of 8).
         r_slope = 0.25
         self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
         self._drafting = RowCost(s_slope, 1.0)
@@ -62,17 +61,17 @@ class BalancedDrafts:
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Return the acceptance of each sequence from its own drafts, and from all sequences' while those are few."""
-        # Tests after which the rate of all sequences weighs as much as ``PRIOR``
+        """Return each sequence's acceptance rate: of its own drafts, and of all drafts while its own are few."""
+        # Verified drafts after which the rate of all sequences weighs as much as ``PRIOR``
         pool_weight = 4.0
         self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
-        # Tests after which a sequence's own rate weighs as much as that of all sequences: one verification
+        # Verified drafts after which a sequence's own rate weighs as much as the rate of all sequences: one
+        # verification
         prior_weight = 2.0
         return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
     def choose(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Return the draft counts, int64 [n], from 0 to ``most``.
-
+        """Return how many draft tokens each sequence gets, int64 [n], from 0 to ``most``.
         See :class:`fastdecode.core.protocols.DraftPolicy`.
         """
         self._wanted = 0
@@ -95,7 +94,9 @@ class BalancedDrafts:
         wait_seconds: float,
         r_seconds: Sequence[float],
     ) -> None:
-        """Learn the time of a decode step with ``num_tokens`` rows of ``num_sequences``; see ``DraftPolicy``."""
+        """Learn the time of a decode step with ``num_tokens`` rows of ``num_sequences`` sequences.
+        See ``DraftPolicy``.
+        """
         self._num_steps += 1
         if self._wanted:
             share = min(1.0, (num_tokens - num_sequences) / self._wanted)
@@ -110,21 +111,23 @@ class BalancedDrafts:
         self._exposed += rate * (max(0.0, wait_seconds - busiest) - self._exposed)
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """Learn the time of drafting ``num_passes`` tokens for each of ``num_sequences``; see ``DraftPolicy``."""
+        """Learn the seconds of drafting ``num_passes`` tokens for ``num_sequences`` sequences each.
+        See ``DraftPolicy``.
+        """
         if num_sequences and num_passes:
             self._drafting.observe(num_sequences, seconds / num_passes)
 
     def _trial(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Choose with unknown acceptance for low ones and with small slopes; schedule the next trial."""
+        """Choose drafts as if low acceptance rates were unknown and slopes small; schedule the next trial."""
         low = acceptance < PRIOR
         hopeful, few = np.where(low, PRIOR, acceptance), np.where(low, np.minimum(most, 1), most)
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
         rows = num_tokens + usual
-        # Most additional rows in a trial, as a part of the rows, if the S-worker is the bottleneck. Otherwise they may
-        # double.
+        # Most additional rows in a trial if the S-worker is the bottleneck, as a part of the step's rows. Otherwise
+        # rows may double.
         trial_rows = 0.25
-        # Additional rows that any trial may have, since a step of a few rows takes as long as one of 16
+        # Additional rows that every trial may have, since a step of a few rows takes as long as one of 16
         free_rows = 4
         budget = usual + max(free_rows, math.ceil(trial_rows * rows) if s_bound else rows)
         # Standard errors by which a trial lowers the slopes, so that it explores
@@ -133,7 +136,7 @@ class BalancedDrafts:
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
         after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
-        # Part of all time for trials, which are as frequent as they are cheap
+        # Part of all time that trials may take; cheap trials are frequent
         trial_cost = 0.005
         steps = (after - before) / max(before, LEAST_SECONDS) / trial_cost if chosen.any() else math.inf
         self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))
@@ -148,7 +151,7 @@ class BalancedDrafts:
         optimism: float = 0.0,
         budget: int | None = None,
     ) -> np.ndarray:
-        """Choose as many draft tokens, best chances first, as give the most tokens per second."""
+        """Return how many draft tokens each sequence gets, so that the expected tokens per second are highest."""
         num_sequences, width = len(acceptance), self._most_drafts
         chances = np.empty((num_sequences, width))
         chances[:] = np.minimum(acceptance, 1.0)[:, None]
@@ -179,7 +182,7 @@ class BalancedDrafts:
     def _seconds(
         self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
-        """Return the seconds of a step with ``more`` rows than ``num_tokens``: float64 [...]."""
+        """Return the seconds of a step with ``num_tokens`` plus each of ``more`` rows: float64 [...]."""
         if self._given:
             return self._given.at(num_tokens, more, most_more, kv_loads)
         s_part = self._s_part.at(num_tokens + more, optimism)
@@ -189,10 +192,9 @@ class BalancedDrafts:
 
 def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
     """Return the count from 0 to ``total`` with the highest of ``rates``, which rise and then fall.
-
-    Return 0 if the gain is too small.
+    Return 0 if the gain over count 0 is below LEAST_GAIN.
     """
-    # Counts of draft tokens that are compared first, before those around the best
+    # Counts of draft tokens that are compared first, before the counts around the best of them
     num_points = 64
     step = 1 + total // num_points
     counts = np.append(np.arange(0, total, step), total)

@@ -1,4 +1,4 @@
-"""The expected future of running and waiting sequences: how long they run, and the KV load they cause."""
+"""The expected future of running and waiting sequences: their output lengths, and the KV load that they cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from fastdecode.scheduler.waiting import WaitingQueue
 
 
 class Future:
-    """The forecast of a step. It is made on first use, and includes all that starts in the step."""
+    """Provides the load forecast of a step.
+    It is made on first use, and includes all sequences that start in the step.
+    """
 
     def __init__(self, limits: Limits, store: Store, queue: WaitingQueue) -> None:
         self.output_lengths = OutputLengths()
@@ -27,15 +29,15 @@ class Future:
         self._forecast: LoadForecast | None = None
 
     def begin_step(self) -> None:
-        """Drop what was derived for the last step, once the running sequences are known."""
+        """Drop the forecast of the last step. Call this once the sequences that run in the new step are known."""
         self._forecast = None
 
     def learn_lengths(self) -> None:
-        """Learn least output lengths from the running sequences."""
+        """Learn from the running sequences that outputs may be at least as long as theirs."""
         self.output_lengths.running(self._table.num_outputs(self._table.rows))
 
     def forecast(self) -> LoadForecast:
-        """Return the load of the coming steps. It is made once per step, and includes later starts."""
+        """Return the forecast of the coming steps' load. It is made once per step, and includes later starts."""
         if self._forecast is None:
             table, rows = self._table, self._table.rows
             left = self.steps_left(rows)
@@ -54,37 +56,38 @@ class Future:
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """Return the load of the coming steps between two steps, from the refreshed rows of the table."""
+        """Return a new forecast of the coming steps' load. Call this between two steps, when the table is refreshed."""
         self._forecast = None
         return self.forecast()
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many more steps each of these table rows is expected to decode: int64 [n]."""
+        """Return how many more steps the sequences of these table ``rows`` are expected to decode: int64 [n]."""
         num_outputs = self._table.num_outputs(rows)
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
     def going_on(self, sequence: TokenSequence) -> Newcomer:
-        """Return ``sequence`` as a newcomer for its remaining steps."""
+        """Return the running ``sequence`` as a newcomer that decodes its remaining steps."""
         outputs = len(sequence.output_token_ids)  # fewer tokens are cached if segments were lost
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
 
     def newcomer(self, sequence: TokenSequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
-        """Return ``sequence`` as it would start on ``worker``.
-
+        """Return the load that ``sequence`` adds if it starts on R-worker ``worker``.
         ``taken_over``: tokens of its cached prefix; -1 for none.
         """
         attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
         return self._newcomer(sequence, worker, attends, max(taken_over, 0))
 
     def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
-        """Return ``newcomer`` with all its ``segments``; lost ones add no load."""
+        """Return ``newcomer`` with its load divided among ``segments``; lost segments add no load."""
         *others, last = segments
         reads = tuple((each.home, self._table.segment_tokens) for each in others if each.home >= 0)
         return replace(newcomer, worker=last.home, base=last.start, reads=reads)
 
     def outlook(self, load_limit: int) -> Outlook:
-        """Return the rest of the run as far as the waiting requests go. ``load_limit``: KV tokens per step."""
+        """Return the expected rest of the run, for all running and waiting requests.
+        ``load_limit``: KV tokens per step.
+        """
         weight = 1
         while len(self._queue) > weight * SAMPLE:
             weight *= 2
@@ -104,15 +107,14 @@ class Future:
         )
 
     def _drawn_steps(self, sequences: Iterable[TokenSequence]) -> np.ndarray:
-        """Return decode steps that these sequences may take; int64 [n]. None of them decodes yet."""
+        """Return likely numbers of decode steps of ``sequences``, none of which decodes yet; int64 [n]."""
         listed = list(sequences)
         outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
         most = np.array([each.max_tokens for each in listed], np.int64)
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the R-workers and decode steps of all closed segments of decoding sequences.
-
+        """Return the R-worker and the remaining decode steps of each closed segment of decoding sequences.
         Return None if there are none.
         """
         reads = self._table.reads(self._table.rows)

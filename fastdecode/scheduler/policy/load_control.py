@@ -1,4 +1,4 @@
-"""When the next sequence may start, so that the attended KV tokens per step stay even and within their limit."""
+"""Load control: when the next sequence may start, so that attended KV tokens per step stay even and limited."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from fastdecode.scheduler.policy.load_limit import LoadLimit
 from fastdecode.scheduler.policy.output_lengths import Outlook
 
 SLACK = 1.04
-"""Ratio of a user's limit to the schedule's peak.
-
+"""Ratio of a user's load limit to the peak load that load control aims at.
 With less, chance would delay newcomers, and they would start as a wave later.
 """
 
 TOLERANCE = 0.015
-"""Spreading starts counts as worthwhile even if the run takes this part longer, since its steps are even."""
+"""Starts are spread even if the run takes this part longer, since its steps are then even."""
 
 
 class LoadControl:
@@ -45,7 +44,7 @@ class LoadControl:
     """
 
     def __init__(self, limit: LoadLimit, interval_steps: int | None = None) -> None:
-        """``interval_steps``: F, if given."""
+        """``interval_steps``: F, the steps between micro-batches; None to choose it."""
         self._limit = limit
         self._interval_steps = interval_steps
         self._is_paced = False
@@ -53,9 +52,9 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        # Weight of earlier newcomers after another one: about the last 1,000 count
+        # Weight of earlier newcomers after another one: about the last 1,000 newcomers count
         kept_per_newcomer = 0.999
-        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # rows of prompts, and decode steps
+        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # prompt rows, and decode steps
 
     def begin_step(
         self,
@@ -66,11 +65,10 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> None:
-        """Decide whether starts are spread, and earn a step's mean load, or that of a micro-batch if nothing runs.
-
-        ``head``: the first waiting sequence. ``waiting``: returns those that the free seats could take now, in order,
-        without R-workers. ``fits_seats``: these are all that wait. ``outlook``: returns the rest of the run; None while
-        output lengths are unknown.
+        """Decide whether starts are spread; earn a step's mean load, or a micro-batch's if no sequence runs.
+        ``head``: the first waiting sequence. ``waiting``: returns the sequences that free seats could take now, in
+        order, without R-workers. ``fits_seats``: no other sequence waits. ``outlook``: returns the rest of the run;
+        None while output lengths are unknown.
         """
         if self._limit.tokens is None or head is None:
             self._is_paced, self._looked = False, 0
@@ -84,11 +82,11 @@ class LoadControl:
             self._earn(head, is_idle or begins)
 
     def affords(self, newcomer: Newcomer) -> bool:
-        """Return whether the earnings allow ``newcomer`` to start in this step, on any R-worker."""
+        """Return whether the KV area earned and not yet spent allows ``newcomer`` to start in this step."""
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def started(self, newcomer: Newcomer) -> None:
-        """Count that ``newcomer`` starts in this step."""
+        """Spend the KV area of ``newcomer``, which starts in this step."""
         if self._is_paced:
             self._granted -= newcomer.kv_area
         decode_steps = (1 + newcomer.num_siblings) * newcomer.decode_steps
@@ -101,8 +99,7 @@ class LoadControl:
         return not limit.is_strict and not self._is_paced and limit.tokens is not None and knows_newcomers
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
-        """Return the most rows of a step that attends ``kv_loads``, float64 [num_workers], prompts included.
-
+        """Return the most rows of a step, prompts included. ``kv_loads``: attended KV tokens, float64 [num_workers].
         ``free_seats``: the part of all seats without a decoding sequence.
         """
         if not self.bounds_rows:
@@ -110,7 +107,7 @@ class LoadControl:
         present = self._limit.shares > 0
         hidden = float((kv_loads[present] / self._limit.of_workers[present]).max())
         even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
-        # Part of free seats at which prompts get all of the token budget
+        # Part of free seats at which prompts get the whole token budget
         filling = 1 / 8
         return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / filling) ** 2))
 
@@ -134,26 +131,26 @@ class LoadControl:
         return ahead.spread <= (1 + TOLERANCE if self._looked == 1 else 1 - TOLERANCE) * ahead.together
 
     def _goes_on(self, ahead: Outlook) -> bool:
-        """Return whether starts stay spread. Stopping must win back a part of what was spread so far."""
+        """Return whether starts stay spread. They stop being spread only if that saves enough of the run's time."""
         return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
 
     def _looks_again(self, head: Newcomer) -> bool:
-        """Return True in the first step of a queue, and then 16 times in a sequence's life.
-
-        Looking ahead in every step would take too long.
+        """Return True in the first step of a queue, and then 16 times in the life of a sequence like ``head``.
+        Forecasting the rest of the run in every step would take too long.
         """
         self._looked += 1
         return self._looked % max(1, head.decode_steps // 16) == 1 or head.decode_steps < 32
 
     def _earn(self, head: Newcomer, at_once: bool) -> None:
-        """Earn a step's mean load, and decide whether a micro-batch starts."""
+        """Earn a step's mean load. Make the earnings available to starts if a micro-batch is due, or ``at_once``."""
         area, interval = head.kv_area, self._interval(head)
         middle = head.num_prefill + (head.decode_steps + 1) / 2
         ripple = (middle + (interval - 1) / 2) / middle
         slack = 1.0 if self._interval_steps else SLACK
         mean = (self._limit.tokens or 0) / (ripple * slack if self._limit.is_strict else 1.0)
         enough = max(interval * mean, area)
-        # Part of a sequence's life whose earnings are kept while newcomers wait for room. More would start as a wave.
+        # Part of a sequence's life whose earnings are kept while newcomers wait for room. With more, they would start
+        # as a wave.
         kept_part = 1 / 16
         self._earned = min(self._earned + mean, enough + mean * head.decode_steps * kept_part - self._granted)
         total = self._earned + self._granted
@@ -163,7 +160,7 @@ class LoadControl:
         self._steps_paced += 1
 
     def _interval(self, head: Newcomer) -> float:
-        """Return F, the steps from one micro-batch to the next."""
+        """Return F, the number of steps from one micro-batch to the next."""
         if self._interval_steps is not None:
             return self._interval_steps
         steps, prompt_rows = head.kv_area / (self._limit.tokens or 1), head.num_prefill * (1 + head.num_siblings)
@@ -173,7 +170,7 @@ class LoadControl:
         return max(1.0, least, num_workers * steps if uneven > bursts else steps)
 
     def _exceeds(self, waiting: list[Newcomer], forecast: LoadForecast) -> bool:
-        """Return whether the load would ever exceed the limit if all of ``waiting`` started now."""
+        """Return whether the load would exceed the limit in any coming step if all of ``waiting`` started now."""
         cached = np.array([newcomer.num_prefill for newcomer in waiting])
         steps = np.array([newcomer.decode_steps for newcomer in waiting])
         members = np.array([1 + newcomer.num_siblings for newcomer in waiting])

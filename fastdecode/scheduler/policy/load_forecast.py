@@ -1,6 +1,5 @@
-"""The coming load:
-
-KV tokens that each R-worker will attend, and the cost of a placement. It is exact if output lengths are known.
+"""Forecast of the load: KV tokens that each R-worker will attend, and the cost of a placement.
+The forecast is exact if output lengths are known.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import numpy as np
 from fastdecode.core.placing import UNLIMITED
 
 SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
-"""Sampled steps of the horizon at which R-workers are compared. Many R-workers get fewer, so that the cells suffice."""
+"""Most and fewest steps of the forecast that are sampled to compare R-workers, and most samples over all R-workers."""
 
 
 @dataclass(frozen=True)
 class Newcomer:
     """A sequence before its first decode: ``num_prefill`` tokens, ``num_left`` of them still to compute.
-
     ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
     on the R-worker. ``expected_area``: KV tokens that each attends over its life, if lengths are only expected; None
-    means Σ (p + k) over its decode steps k. ``base``: tokens in closed ranges; ``reads`` has the R-worker and tokens of
-    each. ``copy``: the R-worker of its second copy, which is expected to attend half of its decode steps; -1 for none.
+    means Σ (p + k) over its decode steps k. ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each
+    closed segment. ``copy``: the R-worker of its second copy, which is expected to attend half of its decode steps; -1
+    for none.
     """
 
     worker: int
@@ -39,12 +38,12 @@ class Newcomer:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The R-workers that share its decode steps."""
+        """The R-workers that share the newcomer's decode steps."""
         return (self.worker,) if self.copy < 0 else (self.worker, self.copy)
 
     @property
     def kv_area(self) -> float:
-        """KV tokens that it and its siblings attend over their lives."""
+        """KV tokens that the newcomer and its siblings attend, summed over all their decode steps."""
         steps = self.decode_steps
         known = self.num_prefill * steps + steps * (steps + 1) // 2
         return (1 + self.num_siblings) * (known if self.expected_area is None else self.expected_area)
@@ -52,10 +51,9 @@ class Newcomer:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """A newcomer's steps on each R-worker.
-
-    ``known``: the load there, float64 [num_workers, steps], 0 beyond. ``ramp``: what the newcomer attends, float64 [at
-    least as many steps].
+    """The load of each R-worker in the steps in which a newcomer would decode.
+    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps], 0 beyond. ``ramp``: KV tokens that
+    the newcomer attends, float64 [at least as many steps].
     """
 
     known: np.ndarray
@@ -64,15 +62,14 @@ class Meeting:
     @property
     def means(self) -> np.ndarray:
         """Mean load of each R-worker over the newcomer's steps, float64 [num_workers].
-
-        Each step is weighted by what the newcomer attends in it, and half of that is added.
+        Each step is weighted by the KV tokens that the newcomer attends in it, and half of these are added.
         """
         num_known = self.known.shape[1]
         return (self.known @ self.ramp[:num_known] + (self.ramp @ self.ramp) / 2) / self.ramp.sum()
 
     @property
     def peaks(self) -> np.ndarray:
-        """The most that each R-worker would attend with the newcomer; float64 [num_workers]."""
+        """The most KV tokens that each R-worker would attend in a step with the newcomer; float64 [num_workers]."""
         num_known = self.known.shape[1]
         peaks = (self.known + self.ramp[:num_known]).max(axis=1, initial=0.0)
         return np.maximum(peaks, self.ramp[num_known:].max(initial=0.0))
@@ -84,14 +81,12 @@ class Meeting:
 
 
 class LoadForecast:
-    """The load of the coming steps; step 0 is being planned.
-
-    A sequence with c cached tokens attends c + 1 + t in step t.
-
-    ``loads``: float64 [num_workers, horizon]. ``room``: rows that prompts may take in each step, float64 [horizon],
-    which is the token budget less the decodes. Prompts take it in the order in which they are added, as the scheduler's
-    chunks do. A tail that reaches the end of its range stops growing. Where its sequence grows then is unknown, so all
-    R-workers take a part of that. If a sequence has two copies, each holder counts half.
+    """The KV tokens that each R-worker attends in the coming steps; step 0 is being planned.
+    A sequence with c cached tokens attends c + 1 + t in step t. ``loads``: float64 [num_workers, horizon]. ``room``:
+    rows that prompts may take in each step, float64 [horizon], which is the token budget less the decodes. Prompts take
+    rows in the order in which they are added, as the scheduler's chunks do. A tail that reaches the end of its segment
+    stops growing. Where its sequence then grows is unknown, so all R-workers take an equal part of that. If a sequence
+    has two copies, each holder counts half.
     """
 
     def __init__(
@@ -105,9 +100,8 @@ class LoadForecast:
         closed: tuple[np.ndarray, np.ndarray] | None = None,
         seconds: np.ndarray | None = None,
     ) -> None:
-        """``workers``, ``cached`` and ``decode_steps``, int64 [n], describe the decoding sequences or their tails.
-
-        ``closed``: R-workers and decode steps of their closed ranges, int64 [num_closed], of ``segment_tokens`` each.
+        """``workers``, ``cached`` and ``decode_steps``, int64 [n], describe the tails of the decoding sequences.
+        ``closed``: R-workers and decode steps of their closed segments, int64 [num_closed], of ``segment_tokens`` each.
         ``seconds``: R-workers of their second copies, int64 [n], -1 for none; None if no sequence has one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
@@ -124,7 +118,7 @@ class LoadForecast:
             cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
-        # Step t has those with more than t steps left: sums over later ends.
+        # Step t has the sequences with more than t steps left: sums over later ends.
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
@@ -140,11 +134,11 @@ class LoadForecast:
 
     @property
     def horizon(self) -> int:
-        """Steps of the forecast; no known sequence runs longer."""
+        """The number of steps in the forecast; no known sequence runs longer."""
         return self.loads.shape[1]
 
     def first_decode(self, newcomer: Newcomer) -> int:
-        """Return the step after the one that computes the prompt's last token."""
+        """Return the first step in which ``newcomer`` decodes: the one after its prompt's last token is computed."""
         if self.room[0] >= newcomer.num_left:
             return 1
         free = np.cumsum(np.maximum(self.room, 0))
@@ -154,15 +148,17 @@ class LoadForecast:
         return int(np.searchsorted(free, newcomer.num_left)) + 1
 
     def peak_with(self, newcomer: Newcomer, worker: int) -> float:
-        """Return the most that ``worker``, one of the newcomer's holders, attends in any of its steps."""
+        """Return the most KV tokens that R-worker ``worker``, a holder of ``newcomer``, attends in any step with it."""
         return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the same for every R-worker as the newcomer's home: float64 [num_workers]."""
+        """Return the most KV tokens that each R-worker attends in a step if it is the home of ``newcomer``.
+        The result is float64 [num_workers].
+        """
         return self._peaks_with(newcomer, self.loads)
 
     def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
-        """Return the peaks over the last axis of ``loads``."""
+        """Return the peak of ``loads`` with ``newcomer`` over the last axis, the steps."""
         start = self.first_decode(newcomer)
         ramp = self._ramp(newcomer)
         known = loads[..., start : start + newcomer.decode_steps]
@@ -175,9 +171,8 @@ class LoadForecast:
         return peaks
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
-        """Return the load that the newcomer would meet on each R-worker.
-
-        Sampled steps represent all of its own.
+        """Return the load of each R-worker in the steps in which ``newcomer`` would decode.
+        Sampled steps represent all of these steps.
         """
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
@@ -186,7 +181,7 @@ class LoadForecast:
         return Meeting(self._sampled[:, first:last], ramp)
 
     def add(self, newcomer: Newcomer) -> None:
-        """Count ``newcomer`` from now on."""
+        """Add the load of ``newcomer`` to the forecast."""
         start = self.first_decode(newcomer)
         end = start + newcomer.decode_steps
         self._look_ahead(max(end, start))
@@ -207,7 +202,7 @@ class LoadForecast:
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
-        """Return what the new sequences attend from their first decode on, on each of their holders."""
+        """Return the KV tokens that ``newcomer`` and its siblings attend in each decode step on each holder."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
         return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
@@ -219,7 +214,7 @@ class LoadForecast:
         return self.loads[:, start : start + steps].sum(axis=1) / steps
 
     def peaks(self, newcomer: Newcomer) -> np.ndarray:
-        """Return each R-worker's peak load until ``newcomer`` ends: float64 [num_workers]."""
+        """Return each R-worker's highest load in any step until ``newcomer`` ends: float64 [num_workers]."""
         end = self.first_decode(newcomer) + newcomer.decode_steps
         return self.loads[:, :end].max(axis=1, initial=0.0)
 
@@ -231,7 +226,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # make more than asked for, since the next calls will ask for more
+            more = horizon - self.horizon + SAMPLES  # add more steps than needed, since the next calls will need more
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
@@ -245,19 +240,15 @@ def placement_costs(
     hit_tokens: Mapping[int, int],
     row_kv_tokens: float,
 ) -> np.ndarray:
-    """Return the cost of ``newcomer`` on each R-worker:
-
-    KV tokens that one of mean speed would attend more in each step.
-
+    """Return the cost of ``newcomer`` on each R-worker: KV tokens per step, scaled to an R-worker of mean speed.
     The coming load counts, not the present one, since a placement changes an R-worker's load over a whole output. An
-    R-worker costs the time of the steps in which the newcomer will be there, each weighted by what the newcomer attends
-    in it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as low as one choice
-    can, and with it the busiest one's time.
-
-    ``speeds``: float64 [num_workers], in any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold;
-    tokens beyond them would be preempted and recomputed. ``hit_tokens``: prompt tokens cached on each R-worker.
-    Computing a row takes the S-worker as long as attending ``row_kv_tokens`` takes an R-worker of mean speed; both are
-    spread over the newcomer's steps. Returns float64 [num_workers].
+    R-worker costs the time of the steps in which the newcomer will be there, each weighted by the KV tokens that the
+    newcomer attends in it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as
+    low as one choice can, and with it the busiest one's time. ``speeds``: float64 [num_workers], in any unit.
+    ``capacities``: int64 [num_workers], tokens that their blocks hold; tokens beyond them would be preempted and
+    recomputed. ``hit_tokens``: prompt tokens cached on each R-worker. Computing a row takes the S-worker as long as
+    attending ``row_kv_tokens`` takes an R-worker of mean speed; both are spread over the newcomer's steps. Returns
+    float64 [num_workers].
     """
     relative = speeds / max(float(speeds.mean()), 1e-300)
     meeting = forecast.met_by(newcomer)
@@ -273,9 +264,9 @@ def placement_costs(
 def beyond_segments(
     workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Return the tokens of tails beyond their ends, which other R-workers will hold: float64 [num_workers, horizon].
-
-    ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64 [n].
+    """Return the tokens of tails beyond the ends of their segments: float64 [num_workers, horizon].
+    Other R-workers will hold these tokens. ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64
+    [n].
     """
     crossing = np.flatnonzero(cached + decode_steps > segment_tokens)
     if not len(crossing):

@@ -15,23 +15,23 @@ from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 20
-"""Decode steps of a measurement."""
+"""Decode steps in one measurement of the balance between S time and R time."""
 
 
 class LoadLimit:
-    """KV tokens per step over all R-workers, divided in proportion to their speeds.
-
+    """The limit of KV tokens attended per step over all R-workers, divided in proportion to their speeds.
     ``is_strict``: the limit is the user's and never exceeded. Otherwise the mean load meets the point where R time
     equals S time; it is measured if unknown, and always holds the longest possible sequence. A schedule without load
-    control keeps no limit, but the measurement still tells what the S-worker's rows cost.
-
-    ``known``: the limit; None while unknown. ``shares``: each R-worker's part, float64 [num_workers], 0 for lost ones.
+    control keeps no limit, but the measurement still tells what the S-worker's rows cost. ``known``: the limit; None
+    while unknown. ``shares``: each R-worker's part, float64 [num_workers], 0 for lost ones.
     """
 
     def __init__(
         self, given: int | None, workers: Workers, is_kept: bool = True, balanced_kv_tokens: int | None = None
     ) -> None:
-        """``given``: the user's limit. ``balanced_kv_tokens``: see :meth:`balance_at`, if known beforehand."""
+        """``given``: the user's limit.
+        ``balanced_kv_tokens``: the argument of :meth:`balance_at`, if known beforehand.
+        """
         self.known = given
         self.shares = workers.speeds.bandwidths / workers.speeds.bandwidths.sum()
         self._is_given, self._is_kept = given is not None, is_kept
@@ -43,24 +43,24 @@ class LoadLimit:
 
     @property
     def tokens(self) -> int | None:
-        """KV tokens per step over all R-workers; None if there is no limit, or none yet."""
+        """Most KV tokens attended per step over all R-workers; None without a limit, or before it is measured."""
         return self.known if self._is_kept else None
 
     @property
     def is_strict(self) -> bool:
-        """True if the user gave the limit, and it is kept."""
+        """True if the user gave the limit, and the schedule keeps limits."""
         return self._is_given and self._is_kept
 
     @property
     def of_workers(self) -> np.ndarray:
-        """Each R-worker's part of the limit, float64 [num_workers]; infinite while unknown."""
-        # Tolerance for the sum of shares; without it a sequence that just fits would be refused
+        """Each R-worker's part of the limit in KV tokens, float64 [num_workers]; infinite while unknown."""
+        # Tolerance for rounding in the sum of shares; without it a sequence that just fits would be refused
         rounding = 1 + 1e-12
         return self.shares * (np.inf if self.known is None else self.known * rounding)
 
     @property
     def strict(self) -> np.ndarray | None:
-        """Each R-worker's part, float64 [num_workers]; None if the limit may be exceeded."""
+        """Each R-worker's part of the limit in KV tokens, float64 [num_workers]; None if it may be exceeded."""
         return self.of_workers if self.is_strict else None
 
     @property
@@ -72,8 +72,7 @@ class LoadLimit:
         return self.of_workers if self.is_strict else np.full(len(self.shares), np.inf)
 
     def check(self, longest: int) -> None:
-        """Raise RequestError if a sequence of ``longest`` cached tokens can never run.
-
+        """Raise RequestError if a sequence of ``longest`` cached tokens can never run within a strict limit.
         A limit that is not strict grows instead.
         """
         if self.is_strict and longest > self.of_workers.max():
@@ -88,34 +87,32 @@ class LoadLimit:
             self._hold_longest()
 
     def holds(self, longest: int, worker: int | slice = slice(None)) -> np.ndarray | bool:
-        """Return whether ``worker`` may ever hold a sequence of ``longest`` cached tokens.
-
+        """Return whether the limit of ``worker`` ever allows a sequence of ``longest`` cached tokens.
         For several R-workers this is an array, bool [num_workers].
         """
         return not self.is_strict or longest <= self.of_workers[worker]
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
-        """Return whether ``newcomer``'s R-workers stay within their limits with it."""
+        """Return whether the R-workers that hold ``newcomer`` stay within their limits if it starts."""
         if not self.is_strict:
             return True
         limits, holders = self.of_workers, newcomer.holders
         return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """Return the same for every R-worker as the home of ``newcomer``: bool [num_workers]."""
+        """Return for each R-worker whether it stays within its limit as home of ``newcomer``: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self.shares), bool)
         return forecast().peaks_with(newcomer) <= self.of_workers
 
     def balance_at(self, kv_tokens: int) -> None:
-        """Set the limit: R time equals S time when an R-worker of mean speed attends ``kv_tokens``."""
+        """Set the limit to that of ``kv_tokens`` per R-worker of mean speed, at which R time equals S time."""
         self.known = kv_tokens * int(np.count_nonzero(self.shares))
         self._hold_longest()
 
     def observe(self, observed: Observed) -> None:
-        """Divide the limit in proportion to speeds, and measure it if it is unknown.
-
-        A strict limit keeps its shares, since what was admitted to fit a share must still fit later.
+        """Divide the limit in proportion to the R-workers' speeds, and measure the limit if it is unknown.
+        A strict limit keeps its shares, since a sequence that fitted a share must still fit later.
         """
         if observed.shows_speeds and not self._is_given:
             shares = np.where(self.shares > 0, self._speeds.lasting, 0.0)
@@ -129,7 +126,9 @@ class LoadLimit:
                 logger.info("KV load limit: %d tokens per step, where R time equals S time", self.known)
 
     def join(self, worker: int, share: float) -> None:
-        """Add ``worker``, which is ``share`` times as fast as all others together. The others keep their limits."""
+        """Add ``worker``, which is ``share`` times as fast as all other R-workers together.
+        The others keep their limits.
+        """
         if worker == len(self.shares):
             self.shares = np.append(self.shares, 0.0)
         self.shares[worker] = share
@@ -138,7 +137,7 @@ class LoadLimit:
             self.known = int(self.known * (1 + share))
 
     def lose(self, worker: int) -> None:
-        """Remove ``worker``. The others keep their limits, and the total falls by its share."""
+        """Remove ``worker``. The other R-workers keep their limits, and the total falls by its share."""
         kept = 1 - self.shares[worker]
         self.shares[worker] = 0
         self.shares[:] /= kept
@@ -153,7 +152,7 @@ class LoadLimit:
 
 
 class BalanceFinder:
-    """Measures the first decode steps, and again whenever the batch has doubled, since S time depends on it."""
+    """Measures the KV tokens at which R time equals S time: in the first decode steps, and when the batch doubles."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -162,16 +161,13 @@ class BalanceFinder:
         self, num_rows: int, kv_loads: Sequence[int], s_seconds: float, r_seconds: Sequence[float]
     ) -> int | None:
         """Learn from one decode step of ``num_rows`` rows; return a result after the last step of a measurement.
-
-        ``kv_loads``, ``r_seconds``: attended KV tokens and busy seconds of each R-worker. ``s_seconds``: the
-        S-worker's.
-
-        The result is the KV tokens per step that one R-worker attends in S time.
+        ``kv_loads``, ``r_seconds``: attended KV tokens and busy seconds of each R-worker. ``s_seconds``: the S-worker's
+        busy seconds. The result is the KV tokens per step that one R-worker attends in S time.
         """
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
         busiest = int(np.argmax(r_seconds))
-        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker was seen at work
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker was at work
             return None
         self._s_seconds.append(s_seconds)
         self._kv_loads.append(kv_loads[busiest])
@@ -186,9 +182,8 @@ class BalanceFinder:
 
     def _balanced_kv_tokens(self) -> int:
         """Return the KV tokens of one R-worker at which R time equals S time.
-
-        R time has a fixed part and one per token. A line through the steps separates them if loads differ. It may call
-        at most half of the R time fixed, since over nearly equal loads its slope is noise.
+        R time has a fixed part and a part per token. A line fitted to the steps separates them if loads differ. At most
+        half of the R time counts as fixed, since over nearly equal loads the line's slope is noise.
         """
         loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
         mean_load, mean_seconds = loads.mean(), float(np.median(seconds))

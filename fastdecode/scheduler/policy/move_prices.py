@@ -1,4 +1,4 @@
-"""The price of copying cached tokens, and the gain of moving a sequence in the coming steps."""
+"""The price of copying cached tokens, and the time saved by moving a sequence in the coming steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastdecode.scheduler.places.speeds import KEPT, LEAST_SECONDS, Decayed, Obs
 
 
 class TransferPrice:
-    """Seconds per token of all transfers so far: necessary moves, corrections, and second copies."""
+    """The seconds per token of past transfers: necessary moves, moves for balance, and second copies."""
 
     def __init__(self, per_token: float) -> None:
-        """``per_token``: seconds per token before any transfer; it may be infinite."""
+        """``per_token``: seconds per token assumed before the first transfer; it may be infinite."""
         self.per_token = per_token
         self._seen = Decayed(KEPT, 2)  # seconds, and tokens
 
@@ -24,24 +24,24 @@ class TransferPrice:
 
 
 SHARE = 0.05
-"""Part of the steps' time that corrections may take."""
+"""Part of the steps' time that moves for balance ("corrections") may take."""
 
 MOST_STEPS = 8.0
-"""Most steps of time for one correction. Decodes wait for it, so that each is late by so much."""
+"""Most time for one correction, in steps. Decodes wait for it, so each is late by that time."""
 
 
 class MovePrices:
-    """A correction is worthwhile if it wins twice its own time, during which every sequence waits.
-
-    The price per token is taken from past transfers. All corrections together take at most ``SHARE`` of the steps'
-    time. The last one is on credit: the next waits until it is earned. So wrong forecasts cost no more than that.
+    """Decides whether a move for balance, a correction, is worth its time.
+    It must save twice its own time, during which every sequence waits. The price per token is taken from past
+    transfers. All corrections together take at most ``SHARE`` of the steps' time. The last one is on credit: the next
+    waits until its time is earned. So wrong forecasts cost no more than that.
     """
 
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
-        """``corrects``: whether corrections are allowed at all."""
+        """``corrects``: whether moves for balance are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
         self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, and their seconds
-        # Weight of the past after another step in counts of starts, which are rare
+        # Weight of the past after another step in counts of starts, which are rare events
         kept_of_rare = 0.995
         self._begun = Decayed(kept_of_rare, 3)  # starts, rows of prompts, and steps
         self._credit = 0.0
@@ -49,7 +49,7 @@ class MovePrices:
         self._is_uneven = False
 
     def observe(self, observed: Observed) -> None:
-        """Learn from one more step."""
+        """Learn from the times of the step ``observed``."""
         work = np.array(observed.step.kv_loads) * self._speeds.relative_times  # KV tokens as if at mean speed
         r_seconds, wait_seconds = np.array(observed.r_seconds), observed.wait_seconds
         busiest, step_seconds = float(r_seconds.max(initial=0.0)), observed.s_seconds + wait_seconds
@@ -57,7 +57,7 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        # Part of a step by which the busiest R-worker must exceed the mean before moves are considered
+        # Part of a step by which the busiest R-worker's time must exceed the mean before moves are considered
         uneven = 0.02
         self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
@@ -66,12 +66,12 @@ class MovePrices:
 
     def steps_to_bring(self, kv_tokens: float) -> int:
         """Return the steps until newcomers attend ``kv_tokens`` per step at the present rate of arrival; at least 1.
-
-        Newcomers are placed where the load is least. So an imbalance is gone once they attend what the others lack, and
-        a move wins time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2 after t steps.
+        Newcomers are placed where the load is least. So an imbalance is gone once newcomers attend the missing KV
+        tokens, and a move saves time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2
+        after t steps.
         """
         starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
-        # Steps until newcomers come, if none start
+        # Result if no sequence starts
         never = 1 << 30
         if not rows:
             return never
@@ -80,49 +80,47 @@ class MovePrices:
 
     @property
     def may_pay(self) -> bool:
-        """True if it is time to look for a correction."""
+        """True if the load is uneven, and a move for balance is allowed now."""
         is_known = self._seen.sums[0] >= LEAST_SECONDS
         return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:
-        """Seconds per step that R-workers are busy without making the step longer."""
+        """Seconds per step for which R-workers are busy without making the step longer."""
         return self._seen.ratio(2, 3)
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of a step per KV token on an R-worker of mean speed; 1 before enough steps were observed."""
+        """Seconds per KV token that an R-worker of mean speed attends; 1 before enough steps were observed."""
         known = self._seen.sums[0] >= LEAST_SECONDS and self._seen.sums[1] > 0
         return self._seen.ratio(0, 1) if known else 1.0
 
     @property
     def most_tokens(self) -> float:
-        """Most tokens that a correction may move."""
+        """Most tokens that one move for balance may copy."""
         return MOST_STEPS * self._seen.ratio(4, 3) / max(self._price.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
-        """Record whether a look for a correction found one."""
-        # Steps without another look after one that found nothing worth its price
+        """Record whether a search for a move for balance found one."""
+        # Steps without another search after a search that found no move worth its price
         pause_steps = 16
         self._pause = 0 if found else pause_steps
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds that moves win beyond their price, float64 [n, num_targets].
-
-        ``gains``: seconds, of the same shape. ``num_tokens``: cached tokens of each move, float64 [n].
+        """Return the seconds that moves save beyond twice their price, float64 [n, num_targets].
+        ``gains``: seconds saved, of the same shape. ``num_tokens``: cached tokens of each move, float64 [n].
         """
         return gains - 2 * self._price.per_token * num_tokens[:, None]
 
     def corrected(self, seconds: float) -> None:
-        """Record that a correction took ``seconds``."""
+        """Record that a move for balance took ``seconds``."""
         self._credit -= seconds
 
 
 def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray) -> np.ndarray:
-    """Return the KV tokens that sequences attend in each of ``steps``, int64 [num_steps]: float64 [n, num_steps].
-
-    ``attended``: tokens of each sequence in the first step, float64 [n], growing by one per step. ``steps_left``: int64
-    [n].
+    """Return the KV tokens that each of n sequences attends in each of ``steps``: float64 [n, num_steps].
+    ``steps``: int64 [num_steps]. ``attended``: tokens of each sequence in the first step, float64 [n], growing by one
+    per step. ``steps_left``: steps until each sequence ends, int64 [n].
     """
     return (attended[:, None] + steps) * (steps < steps_left[:, None])
 
@@ -149,7 +147,7 @@ class SharedPeak:
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        # Seconds above the busiest R-worker that no move reaches
+        # Seconds above the busiest R-worker that no move can reach
         highest = 1e6
         beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
@@ -158,7 +156,9 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return each R-worker's charge above the mean in seconds over all sampled steps: float64 [num_workers]."""
+        """Return how far each R-worker's charge exceeds that of its mean time: float64 [num_workers].
+        The unit is seconds over all coming steps.
+        """
         means = self.times.mean(axis=0)
         own = [
             np.interp(times, heights, paid) - np.interp(mean, heights, paid)
@@ -167,10 +167,10 @@ class SharedPeak:
         return self.stride * np.maximum(own, 0.0).sum(axis=0)
 
     def gains(self, source: int, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the seconds won by a move from ``source`` to each of ``targets``: float64 [n, targets].
-
-        ``tokens``: what each sequence attends in each of ``steps``, float64 [n, num_steps]. Below the source's new
-        time, and above its old one, the target is one more; in between it takes its place.
+        """Return the seconds saved by moving each of n sequences from ``source`` to ``targets``: float64 [n, targets].
+        ``tokens``: KV tokens that each sequence attends in each of ``steps``, float64 [n, num_steps]. Below the
+        source's new time, and above its old one, the target is one more busy R-worker; in between it replaces the
+        source.
         """
         gains = np.zeros((len(tokens), len(targets)))
         for step in range(len(self.steps)):

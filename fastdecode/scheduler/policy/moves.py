@@ -1,4 +1,4 @@
-"""Which caches move between R-workers: away from draining ones, to newcomers, and to balance the load."""
+"""Moves of cached segments between R-workers: off draining ones, to new ones, and to balance the load."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from fastdecode.scheduler.store.operations import Decision, Move, Refresh
 from fastdecode.scheduler.store.store import Store
 
 SOURCES, TARGETS, COMPARED = 3, 8, 64
-"""Most R-workers with excess load, R-workers with little load, and sequences of a source that are compared.
-
+"""Most R-workers with excess load, R-workers with little load, and sequences per source that are compared.
 In larger pools, comparing more does not pay.
 """
 
 COOL_DOWN = 64
-"""Tokens that a sequence generates between two moves."""
+"""Tokens that a sequence generates between two moves for balance."""
 
 
 class Moves:
-    """Between steps, moves sequences off draining R-workers, to newcomers, and between unevenly loaded R-workers.
-
-    All three look at the coming load. Draining is mandatory, a newcomer gets whatever balances the load, and a
-    correction must be worth its price (:class:`MovePrices`). Prompts stay where they are until they are computed.
+    """Between steps, moves sequences off draining R-workers, to new R-workers, and between unevenly loaded R-workers.
+    All three kinds use the forecast load. A draining R-worker must be emptied, a new one gets sequences until the load
+    is even, and a move for balance must be worth its price (:class:`MovePrices`). Prompts stay where they are until
+    they are computed.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
-        """``corrects``: whether sequences may move for balance alone."""
+        """``corrects``: whether sequences may move only to balance the load."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
@@ -43,11 +42,13 @@ class Moves:
         self._correction: Transfer | None = None
 
     def even_out(self, worker: int) -> None:
-        """Move sequences to the newcomer ``worker`` from now on, until the loads are even."""
+        """Move sequences to the new R-worker ``worker`` before later steps, until the loads are even."""
         self._joined.append(worker)
 
     def next(self) -> Decision[Transfer | None]:
-        """Return what to move next. Its blocks are free once the target has received its controls."""
+        """Return the next move, or None.
+        Its blocks are free once the target R-worker has received its pending controls.
+        """
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):
                 yield Refresh()
@@ -68,15 +69,14 @@ class Moves:
         return self._correction
 
     def moved(self, transfer: Transfer, seconds: float) -> None:
-        """Record that ``transfer`` took ``seconds``."""
+        """Record that the move ``transfer`` took ``seconds``."""
         self._moved_at[transfer.sequence.sequence_id] = len(transfer.sequence.output_token_ids)
         if transfer is self._correction:
             self.prices.corrected(seconds)
 
     def homeless(self) -> list[TokenSequence]:
         """Return sequences that must leave draining R-workers, but for which no other R-worker has room now.
-
-        A sequence that could run nowhere else is not included.
+        A sequence that no other R-worker could ever run is not included.
         """
         found = {
             sequence.sequence_id: sequence
@@ -86,7 +86,7 @@ class Moves:
         return list(found.values())
 
     def _leaving(self) -> Iterator[tuple[TokenSequence, Segment]]:
-        """Yield the segments that must leave draining R-workers, with their sequences."""
+        """Yield each segment that must leave a draining R-worker, after its sequence."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
             yield from (
@@ -100,9 +100,8 @@ class Moves:
         return [each for each in self._workers.accepting if self._room.to_move(sequence, held, each)]
 
     def _evening_move(self, targets: list[int], prices: MovePrices | None) -> Move | None:
-        """Return the move that wins most beyond its price; None if there is none.
-
-        Without ``prices``, gains count over the whole forecast.
+        """Return the move to one of ``targets`` that saves most time beyond its price; None if no move does.
+        Without ``prices``, moves cost nothing and savings count over the whole forecast.
         """
         forecast = self._future.forecast_anew()
         per_token = self.prices.seconds_per_token * self._workers.speeds.relative_times
@@ -131,7 +130,7 @@ class Moves:
     def _options(
         self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
     ) -> Iterator[tuple[float, int, int]]:
-        """Yield each worthwhile move from ``source``: seconds beyond its price, place in ``table.rows``, target."""
+        """Yield each worthwhile move from R-worker ``source``: seconds saved, index in ``table.rows``, target."""
         table = self._table
         places = self._movable(source, prices.most_tokens if prices else np.inf)
         rows = table.rows[places]
@@ -145,7 +144,7 @@ class Moves:
             yield float(net[each, target]), int(places[each]), int(targets[target])
 
     def _movable(self, source: int, most_tokens: float) -> np.ndarray:
-        """Return places in ``table.rows`` of the sequences on ``source`` that have not just moved, longest first."""
+        """Return indices in ``table.rows`` of sequences on ``source`` that have not just moved, longest first."""
         table = self._table
         self._moved_at = {each: at for each, at in self._moved_at.items() if each in self._residents.decoding}
         on_source, num_tokens = table.homes[table.rows] == source, table.tail_lens(table.rows)

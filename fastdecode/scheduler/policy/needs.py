@@ -1,4 +1,4 @@
-"""How many blocks and tokens a sequence needs, in how many segments, and which R-workers fit them."""
+"""The blocks and tokens that a sequence needs, in how many segments, and the R-workers that have room for them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ def place_segments(
     load_room: np.ndarray,
     speeds: np.ndarray,
 ) -> list[int] | None:
-    """Return R-workers for ranges of ``sizes``, in order; None if one does not fit.
-
-    A size is blocks now, final size, KV tokens.
-
-    Each range goes where the coming load with it takes the least time; among equals, where most blocks are left. A
-    range that takes more blocks than the others goes first, to a place that leaves room for them. All arrays but
-    ``speeds`` are updated. ``room``, int64 [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: what
-    this sequence may finally take. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be attended,
-    and that may be. ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
+    """Return an R-worker for each segment of ``sizes``, in order; None if one does not fit.
+    A size is the blocks needed now, the final blocks and tokens, and the KV tokens attended. Each segment goes where
+    the coming load with it takes the least time; among equals, where most blocks are left. A segment with more blocks
+    than the others goes first, where it leaves room for them. All arrays but ``speeds`` are updated. ``room``, int64
+    [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: blocks and tokens that this sequence may finally
+    take. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be attended, and that may be added.
+    ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
     """
     listed = list(sizes)
     places = [-1] * len(listed)
@@ -54,7 +52,7 @@ def place_segments(
 
 
 class Needs:
-    """Counts blocks with the R-workers' own arithmetic. ``segment_tokens``: longer sequences have several segments."""
+    """Counts the blocks that sequences need, as R-workers do. ``segment_tokens``: most tokens of a segment."""
 
     def __init__(self, schedule: Schedule, limits: Limits) -> None:
         self.segment_tokens = limits.placing.segment_tokens
@@ -63,12 +61,11 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True if sequences never grow, since each begins with the blocks of the longest one."""
+        """True if every sequence begins with the blocks of the longest one, and so never grows."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:
-        """Return the blocks that ``sequence`` takes at its start.
-
+        """Return the number of blocks that ``sequence`` takes at its start.
         They include its siblings' copies of a partial block and of a state.
         """
         siblings = len(sequence.siblings)
@@ -79,8 +76,7 @@ class Needs:
 
     def at_most(self, sequence: TokenSequence) -> int:
         """Return the most blocks that ``sequence`` ever takes: at its start with siblings, or alone at its end.
-
-        If it may have several segments, only the first counts.
+        If it may have several segments, only the first segment counts.
         """
         if sequence.num_tokens > self.segment_tokens:
             return 0
@@ -88,25 +84,24 @@ class Needs:
         return max(self.at_start(sequence), self._blocks_for(most))
 
     def attended(self, sequence: TokenSequence) -> int:
-        """Return the most tokens that ``sequence`` and its siblings attend in one step on one R-worker."""
+        """Return the most KV tokens that ``sequence`` and its siblings attend in one step on one R-worker."""
         return min(sequence.max_cached, self.segment_tokens) * (1 + len(sequence.siblings))
 
     def elsewhere(self, sequence: TokenSequence, moved: Segment) -> int:
-        """Return the blocks that ``moved`` takes elsewhere, including one for the next token."""
+        """Return how many blocks the segment ``moved`` of ``sequence`` takes elsewhere, with its next token."""
         if sequence.num_tokens <= self.segment_tokens:
             return self.at_start(sequence)
         return self._blocks_for(min(moved.num_tokens + 1, self.segment_tokens))
 
     def sizes_at_start(self, sequence: TokenSequence) -> list[Size]:
-        """Return blocks and tokens of each segment that ``sequence`` starts with.
-
+        """Return the blocks and tokens of each segment with which ``sequence`` starts.
         They include its siblings' copies of a partial block.
         """
         *others, (blocks, tokens) = sizes_of(sequence.num_tokens, self.segment_tokens, self._block_size)
         return [*others, (blocks + len(sequence.siblings) * (tokens % self._block_size > 0), tokens)]
 
     def sizes_at_end(self, sequence: TokenSequence) -> list[Size]:
-        """Return blocks and tokens of each segment of ``sequence`` at its end."""
+        """Return the blocks and tokens of each segment of ``sequence`` at its longest."""
         return sizes_of(sequence.max_cached, self.segment_tokens, self._block_size)
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""How long outputs will be, and from that the rest of a run with and without spread starts."""
+"""Estimates of output lengths, and of the rest of a run with and without spread starts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_ENDED = 16
-"""Outputs that must have stopped by themselves before the estimate is used."""
+"""Outputs that must have stopped before max_tokens until the estimate is used."""
 
 SAMPLE = 512
-"""Waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
+"""Most waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
 
 
 class OutputLengths:
     """Kaplan–Meier estimate of the output length (Kaplan and Meier, 1958).
-
     An output cut at max_tokens, or still running, only tells a least length. Without these, the first outputs to end
-    would make all others look as short. With only such outputs the expectation is max_tokens, so fixed lengths are
-    exact.
+    would make all others look as short. If all outputs are of these kinds, the expectation is max_tokens, so fixed
+    lengths are exact.
     """
 
     def __init__(self) -> None:
@@ -31,16 +30,16 @@ class OutputLengths:
 
     @property
     def is_known(self) -> bool:
-        """True if enough outputs have stopped by themselves to estimate the others."""
+        """True if enough outputs have stopped before max_tokens to estimate the others."""
         return self._num_ended >= MIN_ENDED
 
     def running(self, num_outputs: np.ndarray) -> None:
-        """Count sequences that still run, with ``num_outputs`` tokens so far, int64 [n]."""
+        """Replace the counts of running sequences. ``num_outputs``: the output tokens of each until now, int64 [n]."""
         if self.is_known:
             self._running, self._survival_sums = np.bincount(num_outputs), None
 
     def finished(self, num_outputs: int, was_cut: bool) -> None:
-        """Count an output that ended after ``num_outputs`` tokens; ``was_cut``: by max_tokens."""
+        """Count an output that ended after ``num_outputs`` tokens. ``was_cut``: max_tokens ended it."""
         if num_outputs >= len(self._ended):
             room = num_outputs + 1 - len(self._ended)
             self._ended, self._cut = np.pad(self._ended, (0, room)), np.pad(self._cut, (0, room))
@@ -50,9 +49,8 @@ class OutputLengths:
             self._survival_sums = None
 
     def expected(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Return the expected lengths of outputs that have ``num_outputs`` tokens now and end at ``max_tokens``.
-
-        The result is int64, rounded up, and at least one above ``num_outputs`` unless that is the limit.
+        """Return the expected final lengths of outputs that have ``num_outputs`` tokens now, at most ``max_tokens``.
+        The result is int64, rounded up, and above ``num_outputs`` unless that is the limit.
         """
         if not self.is_known:
             return np.asarray(max_tokens, np.int64)
@@ -67,8 +65,7 @@ class OutputLengths:
         )
 
     def drawn(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Return varied lengths for ``num_outputs`` and ``max_tokens``, int64; the same at every call.
-
+        """Return likely final lengths of outputs that have ``num_outputs`` tokens now, int64; the same at every call.
         They vary as outputs do, which shows the behaviour of many requests better than their mean.
         """
         if not self.is_known:
@@ -83,9 +80,8 @@ class OutputLengths:
         return np.clip(lengths, np.minimum(num_outputs + 1, max_tokens), max_tokens).astype(np.int64)
 
     def expected_area(self, num_prefill: int, num_outputs: int, max_tokens: int) -> float | None:
-        """Return the KV tokens that a sequence attends after its prompt; None while lengths are unknown.
-
-        The survival curve gives them. ``num_outputs``: tokens of its output that are part of the prompt.
+        """Return the KV tokens that a sequence is expected to attend after its prompt, summed over its decode steps.
+        Return None while lengths are unknown. ``num_outputs``: output tokens that are part of ``num_prefill``.
         """
         if not self.is_known:
             return None
@@ -98,7 +94,7 @@ class OutputLengths:
         return float(alive @ (num_prefill + steps)) / now
 
     def _curves(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return survival[t], the probability of more than t tokens, and sums[t], its sum over 0…t-1."""
+        """Return survival[t], the probability of an output of more than t tokens, and sums[t], its sum over 0…t-1."""
         if self._survival_sums is None:
             leaving = np.zeros(max(len(self._ended), len(self._running)))
             leaving[: len(self._ended)] = self._ended + self._cut
@@ -112,9 +108,8 @@ class OutputLengths:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """All that is known of the rest of a run, in steps and KV tokens.
-
-    ``loads``: of running sequences, float64 [steps]. ``ends``: the steps until each of them ends, int64 [n].
+    """The known and expected rest of a run, in steps and KV tokens.
+    ``loads``: KV tokens of running sequences, float64 [steps]. ``ends``: steps until each of them ends, int64 [n].
     ``num_prefill``, ``decode_steps``: of waiting requests in order, int64 [m], each standing for ``weight`` requests;
     unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R time equals S time.
     ``idle_share``: S time of an almost empty step over that of a full one, linear in between.
@@ -131,17 +126,17 @@ class Outlook:
 
     @property
     def together(self) -> float:
-        """Time until all have ended if each request starts as soon as it has a seat, in units of full S-parts."""
+        """Time until all requests have ended if each starts as soon as it has a seat, in S times of a full step."""
         return self._seconds(np.zeros(len(self.decode_steps)))
 
     @property
     def spread(self) -> float:
-        """The same time if the limit pays for starts step by step."""
+        """Time until all requests have ended if their starts are spread, in S times of a full step."""
         areas = self.weight * (self.num_prefill * self.decode_steps + self.decode_steps * (self.decode_steps + 1) // 2)
         return self._seconds((np.cumsum(areas) - areas) / self.limit)
 
     def _seconds(self, earliest: np.ndarray) -> float:
-        """Return the total time if requests start in order with a seat, request i not before ``earliest[i]``."""
+        """Return the time of the run if requests start in order with a seat, request i at ``earliest[i]`` or later."""
         starts = self._starts(earliest)
         ends = starts + self.decode_steps
         horizon = int(max(ends.max(initial=0), len(self.loads), self.ends.max(initial=0))) + 1
@@ -158,7 +153,7 @@ class Outlook:
         return float(np.maximum(s_part, load / self.limit)[busy].sum())
 
     def _starts(self, earliest: np.ndarray) -> np.ndarray:
-        """Return the step in which each request starts, int64 [m]."""
+        """Return the step in which each waiting request starts, int64 [m], not before ``earliest``."""
         free = np.zeros(max(0, self.seats - len(self.ends)), np.int64)
         seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # a sorted list is a heap
         starts, before = [], 0

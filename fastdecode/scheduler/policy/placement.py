@@ -1,4 +1,4 @@
-"""Placement: the home of a newcomer, its second copy, and the segments of a long sequence."""
+"""Placement: the R-workers of a newcomer's home, of its second copy, and of a long sequence's segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.scheduler.store.store import Store
 
 
 class HomePlacement:
-    """Places a sequence of one segment where the coming load makes it cheapest."""
+    """Places a sequence of one segment on the R-worker where the coming load makes it cheapest."""
 
     def __init__(self, limits: Limits, store: Store, room: Room, future: Future, load_limit: LoadLimit) -> None:
         self.available = self.capacities = np.zeros(0, np.int64)
@@ -35,10 +35,10 @@ class HomePlacement:
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
     def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
-        """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer`` is its load.
-
-        Draining R-workers cost infinity if it could run elsewhere. After another engine's end, so do R-workers that
-        hold nothing of it. The R-worker that loaded its prefix from disk costs least, since that work is done.
+        """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer``: the load that it adds.
+        Draining R-workers cost infinity if the sequence could run elsewhere. After another engine's end, so do
+        R-workers that hold none of its tokens. The R-worker that loaded its prefix from disk costs least, since that
+        work is done.
         """
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
@@ -55,13 +55,12 @@ class HomePlacement:
     def best_first(
         self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
-        """Yield R-workers where ``sequence`` may start, cheapest first, without those of infinite cost.
-
+        """Yield R-workers where ``sequence`` may start, cheapest first, without R-workers of infinite cost.
         Among equals, the one with most available blocks comes first. After the cheapest, only R-workers with room
         follow.
         """
         best = np.flatnonzero(costs == costs.min())
-        yield int(best[np.argmax(self.available[best])])  # it is nearly always that one
+        yield int(best[np.argmax(self.available[best])])  # callers nearly always take this first one
         able = self._room.to_begin_where(sequence, self.available)
         able &= self._load_limit.fits_where(newcomer, self._future.forecast)
         able[list(hits)] = True
@@ -69,15 +68,14 @@ class HomePlacement:
         yield from order[(able & np.isfinite(costs))[order]].tolist()
 
     def cheapest(self, workers: list[int], sequence: TokenSequence) -> int:
-        """Return the one of ``workers`` where the running ``sequence`` would be cheapest, as if it started there."""
+        """Return the one of ``workers`` where the running ``sequence`` would cost least, as if it started there."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
         costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
         """Return the KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
-
-        Before a measurement, both sides count as equally busy, as a well-sized pool is.
+        Before a measurement, S-worker and R-workers count as equally busy, as in a well-sized pool.
         """
         limit = self._load_limit.known
         if limit is not None:
@@ -87,9 +85,8 @@ class HomePlacement:
 
 class SecondPlacement:
     """Places a second copy on another R-worker than the home, on another host if there is one.
-
-    Among the cheapest it takes the one that shares fewest sequences with the home. So excess load of one R-worker can
-    go to any other.
+    Among the cheapest R-workers it takes the one that shares fewest sequences with the home. So excess load of one
+    R-worker can go to any other.
     """
 
     def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
@@ -98,8 +95,7 @@ class SecondPlacement:
         self._needs, self._room, self._future = needs, room, future
 
     def beside(self, sequence: TokenSequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
-        """Return where the second copy of ``sequence`` starts; -1: it gets none now; None: it has to wait for room.
-
+        """Return the R-worker where the second copy of ``sequence`` starts; -1: no copy now; None: wait for room.
         A sequence that continues from a cached prefix starts with two copies if the prefix has two. Otherwise it gets
         its second copy once it decodes.
         """
@@ -113,7 +109,9 @@ class SecondPlacement:
         return self._choose(home, self._room.could_hold(sequence), self._needs.at_start(sequence), costs)
 
     def later(self, sequence: TokenSequence, segment: Segment) -> int:
-        """Return where the second copy of ``segment`` can go now; -1 for nowhere. ``sequence`` decodes."""
+        """Return the R-worker for a second copy of ``segment`` of the decoding ``sequence``.
+        -1 if none has room now.
+        """
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
         num_blocks = segment.num_blocks + (segment is sequence.tail)
@@ -122,9 +120,8 @@ class SecondPlacement:
 
     def _choose(self, home: int, could_hold: np.ndarray | bool, num_blocks: int, costs: np.ndarray) -> int | None:
         """Return the cheapest R-worker for a second copy; -1 if none could ever hold it, None if none has room now.
-
-        ``could_hold``: bool [num_workers]. ``num_blocks``: blocks that it takes now. ``costs``: float64 [num_workers],
-        from ``placement_costs``.
+        ``could_hold``: bool [num_workers]. ``num_blocks``: blocks that the copy takes now. ``costs``: float64
+        [num_workers], from ``placement_costs``.
         """
         allowed = np.zeros(len(self._workers), bool)
         allowed[self._workers.accepting] = True
@@ -152,7 +149,7 @@ class SecondPlacement:
 
 
 class SegmentPlacement:
-    """Places a segment of a long sequence where the coming load takes the least time."""
+    """Places the segments of a long sequence on the R-workers where the coming load takes the least time."""
 
     def __init__(
         self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
@@ -164,9 +161,8 @@ class SegmentPlacement:
     def to_begin(
         self, sequence: TokenSequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
     ) -> tuple[Newcomer, list[Segment]] | None:
-        """Return the segments that ``sequence`` starts with, those of ``hit`` in their place, and its load.
-
-        Return None if there is no room, or if this step would compute nothing of it.
+        """Return the load and the segments with which ``sequence`` starts; segments of ``hit`` stay on their R-workers.
+        Return None if there is no room, or if this step would compute no token of it.
         """
         alone = self._future.newcomer(sequence, 0, hit.num_tokens if hit else -1)
         if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
@@ -207,9 +203,8 @@ class SegmentPlacement:
 
     def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
         """Give ``segment`` a second copy if another R-worker has room for it.
-
-        ``room``, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the one with
-        most blocks left. The copy is given up when blocks run out (``SecondCopies.give_up_spare``).
+        ``room``, free blocks, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the
+        one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up_spare``).
         """
         able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
         host = self._workers[segment.home].host
@@ -220,7 +215,9 @@ class SegmentPlacement:
             segment.copies.append(Copy(worker))
 
     def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
-        """Return where the decoding ``sequence``, whose tail is full, continues, and whether a block is free there."""
+        """Return the R-worker for the next tail of the decoding ``sequence``, whose tail is full; -1 for none.
+        The second result says whether a block is free there.
+        """
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
         capacities = self._room.left_for(sequence)
@@ -233,7 +230,7 @@ class SegmentPlacement:
         return (found or [-1])[0], False
 
     def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
-        """Return places for the lost segments of ``sequence``; None if there is no room."""
+        """Return each lost segment of ``sequence`` with a new R-worker; None if there is no room."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
@@ -243,7 +240,7 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return speeds, with 0 for R-workers that must not take segments: draining ones, unless no others could."""
+        """Return the R-workers' speeds, 0 where no segment may go: on draining ones, unless only they could hold it."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:
@@ -255,6 +252,6 @@ class SegmentPlacement:
         return speeds
 
     def _tokens(self, sequence: TokenSequence) -> list[int]:
-        """Return the KV tokens that each initial segment of ``sequence`` and its siblings will have attended."""
+        """Return the KV tokens that ``sequence`` and its siblings attend per step in each segment of the prompt."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

@@ -1,4 +1,4 @@
-"""Who computes a prompt: a chain of prefill workers, a single one, or the S-worker."""
+"""The policy that decides who computes a prompt: a chain of prefill workers, a single one, or the S-worker."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from fastdecode.core.remote_prefill import PrefillPart
 
 
 class PrefillForecast(Protocol):
-    """Predicted times of a chain.
-
+    """Predicted times of a chain of prefill workers.
     ``speeds``: of each worker in order; 1 is as predicted. ``context_len``: tokens of a cached prefix that the prompt
     attends to.
     """
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
-        """Return the number of tokens of each worker, all above 0."""
+        """Return the number of the prompt's ``num_tokens`` tokens that each worker computes, all above 0."""
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
-        """Return when each worker is done, counted from the prompt's start. The last is the time to first token."""
+        """Return the seconds from the prompt's start until each worker is done; the last is the time to first token."""
 
 
 @dataclass(frozen=True)
 class _PredictedPrompt:
-    """A prompt in work. ``seconds``: until each part is done, as predicted at ``paces``."""
+    """A prompt that prefill workers compute.
+    ``seconds``: predicted until each part is done, at the workers' ``paces``.
+    """
 
     parts: tuple[PrefillPart, ...]
     seconds: tuple[float, ...]
@@ -34,13 +35,15 @@ class _PredictedPrompt:
     handed_out_seconds: float
 
     def start(self, free: dict[int, float]) -> float:
-        """Return when the prompt can start: once all its workers are free, in the order of the jobs."""
+        """Return when the prompt can start: once all its workers are free.
+        ``free``: when each worker is, in seconds.
+        """
         return max(self.handed_out_seconds, *(free.get(part.worker, 0.0) for part in self.parts))
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to compute a prompt, and the total waiting time that it causes."""
+    """One way to compute a prompt, and the total waiting time in seconds that it causes."""
 
     parts: tuple[PrefillPart, ...]
     waited_seconds: float
@@ -48,17 +51,14 @@ class _Option:
 
 class LeastWaiting:
     """Sends a prompt where the total waiting time that it causes, in seconds, is least.
-
-    Three kinds wait. The prompt itself waits until its first token. The prompts behind it wait for their workers: the
-    worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
+    Three kinds of requests wait. The prompt itself waits until its first token. The prompts behind it wait for workers:
+    the worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
     computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While
     many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt that the
     S-worker could compute before a worker answers stays there. As many prompts are assumed to follow as wait for
-    workers now: in the long run a queue keeps its length.
-
-    Times are predicted (``forecast``) and corrected by what prompts took. A worker runs its jobs in order.
-    ``s_seconds``: seconds of a prompt on the S-worker, by its tokens and the tokens of its cached prefix; infinite if
-    it must not compute any.
+    workers now: in the long run a queue keeps its length. Times are predicted (``forecast``) and corrected by the times
+    of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on the S-worker, by its tokens
+    and the tokens of its cached prefix; infinite if the S-worker must not compute any.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LeastWaiting:
         return min(options, key=lambda option: option.waited_seconds).parts
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """Record that a prompt went to prefill workers as ``assign`` decided."""
+        """Record that the prompt ``job_id`` was sent to prefill workers in ``parts``."""
         paces = tuple(self._pace.get(part.worker, 1.0) for part in parts)
         rows = [part.end - part.start for part in parts]
         seconds = self._forecast.seconds(rows, [_speed(pace) for pace in paces], parts[0].start)
@@ -93,7 +93,7 @@ class LeastWaiting:
         self._num_waiting = max(self._num_waiting - 1, 0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:
-        """Record that a prompt was computed, aborted, or failed; unknown ids are ignored."""
+        """Record that the prompt ``job_id`` was computed, aborted, or failed; unknown ids are ignored."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -115,11 +115,11 @@ class LeastWaiting:
         self._pace.pop(worker, None)
 
     def backlog_seconds(self) -> dict[int, float]:
-        """Return the predicted seconds until each worker is free."""
+        """Return the predicted seconds until each prefill worker is free, by number."""
         return {worker: max(free - self._now, 0.0) for worker, free in self._free()[0].items()}
 
     def _chains(self, num_tokens: int, context_len: int) -> Iterator[_Option]:
-        """Yield chains of every length, of workers that become free at nearly the same time."""
+        """Yield a chain of each length for a prompt, made of workers that become free at nearly the same time."""
         free, num_queued = self._free()
         waiting = max(self._num_waiting - 1, num_queued)
         order = sorted(free, key=lambda worker: (free[worker], self._pace[worker], worker))
@@ -136,7 +136,9 @@ class LeastWaiting:
     def _predict(
         self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return the best parts and their seconds. Equal workers share a cached answer."""
+        """Return the tokens of each worker in a chain with ``speeds``, and the seconds until each is done.
+        Chains with equal speeds share a cached answer.
+        """
         asked = num_tokens, context_len, speeds
         # Most predictions that are cached
         most_known = 4096
@@ -148,7 +150,7 @@ class LeastWaiting:
         return self._known[asked]
 
     def _free(self) -> tuple[dict[int, float], int]:
-        """Return the seconds until each worker is free, and how many prompts wait for a worker."""
+        """Return the time in seconds when each worker is free, and how many prompts wait for a worker."""
         free, num_queued = dict(self._idle_since), 0
         for job in self._jobs.values():
             start = job.start(free)
@@ -156,11 +158,11 @@ class LeastWaiting:
             for part, seconds in zip(job.parts, job.seconds, strict=True):
                 free[part.worker] = start + seconds
             last = job.parts[-1].worker
-            free[last] = max(free[last], self._now)  # it is late, but not done
+            free[last] = max(free[last], self._now)  # its prompt is late, but not done
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:
-        # Most that one prompt corrects a speed, as a factor: a stall says little about the next prompt
+        # Largest factor by which one prompt corrects a speed: a stall says little about the next prompt
         largest_correction = 4.0
         ratio = min(max(ratio, 1 / largest_correction), largest_correction)
         # Weight of one finished prompt in the estimate of its workers' speed
@@ -169,7 +171,7 @@ class LeastWaiting:
 
 
 def _speed(pace: float) -> float:
-    """Return the speed in discrete steps; never 0."""
+    """Return the speed for ``pace``, seconds relative to the prediction, in discrete steps; never 0."""
     # Speeds are rounded to multiples of this, so that parts do not change with every prompt
     pace_step = 0.05
     return max(round(1 / pace / pace_step), 1) * pace_step

@@ -1,4 +1,4 @@
-"""Room for sequences: blocks, and the KV load that the user allows, now and until a sequence ends."""
+"""Checks of room for sequences: free blocks and allowed KV load, now and until a sequence ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Room:
-    """Checks whether R-workers have room.
-
+    """Checks whether R-workers have room for sequences.
     A sequence never has more segments on an R-worker than would fit if it were alone there. So the oldest sequence can
     always continue.
     """
@@ -44,7 +43,7 @@ class Room:
         self._load_limit.check(self._needs.attended(sequence))
 
     def may_split(self, sequence: TokenSequence) -> bool:
-        """Return whether ``sequence`` may need several segments."""
+        """Return whether ``sequence`` may become too long for one segment."""
         return sequence.max_cached > self._needs.segment_tokens
 
     def fits_somewhere(self, sequence: TokenSequence) -> bool:
@@ -56,8 +55,7 @@ class Room:
         return self._fits_among(sequence, self._workers.accepting)
 
     def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
-        """Return whether ``worker`` could run ``sequence`` to its end if nothing else ran there.
-
+        """Return whether R-worker ``worker`` could run ``sequence`` to its end if nothing else ran there.
         For several R-workers this is an array, bool [num_workers].
         """
         num_blocks = self._workers.num_blocks if isinstance(worker, slice) else self._workers[worker].num_blocks
@@ -65,13 +63,12 @@ class Room:
         return could & self._load_limit.holds(self._needs.attended(sequence), worker)
 
     def to_begin(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> bool:
-        """Return whether ``sequence``, of one segment, can start on ``worker`` now, from ``hit`` if given.
-
+        """Return whether ``sequence``, in one segment, can start on ``worker`` now, from ``hit`` if given.
         Its blocks must be free there, plus one for each sequence that is already there, so that none is preempted at
         once.
         """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # these can no longer be evicted
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # blocks of the hit, which can no longer be evicted
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]
@@ -79,23 +76,19 @@ class Room:
         return bool(enough and self.could_hold(sequence, worker))
 
     def to_begin_where(self, sequence: TokenSequence, available: np.ndarray) -> np.ndarray:
-        """Return the same for every R-worker, without a hit and without the load limit: bool [num_workers].
-
-        ``available``: blocks, int64 [num_workers].
+        """Return for each R-worker whether ``sequence`` can start there without a hit: bool [num_workers].
+        The load limit is not checked. ``available``: blocks, int64 [num_workers].
         """
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
     def to_go_on(self, sequence: TokenSequence, num_blocks: int, worker: int) -> bool:
-        """Return whether ``num_blocks`` blocks of ``sequence`` could continue on ``worker`` without a preemption there.
-
-        The sequence has one segment.
-        """
+        """Return whether ``sequence``, one segment of ``num_blocks``, could run on ``worker`` without preemption."""
         there = self._workers[worker]
         return num_blocks + there.num_sequences <= there.available and bool(self.could_hold(sequence, worker))
 
     def to_move(self, sequence: TokenSequence, moved: Segment, worker: int) -> bool:
-        """Return whether ``moved``, of ``sequence``, could continue on ``worker`` without a preemption there."""
+        """Return whether the segment ``moved`` of ``sequence`` could continue on ``worker`` without preemption."""
         if moved.on(worker) or any(each.segment is moved and each.target == worker for each in self._transfers):
             return False
         needed, there = self._needs.elsewhere(sequence, moved), self._workers[worker]
@@ -111,13 +104,14 @@ class Room:
 
     def ceilings(self) -> np.ndarray:
         """Return the most KV tokens that each R-worker may attend, by its memory and a strict limit.
-
         The result is float64 [num_workers].
         """
         return np.minimum(self.capacities(), self._load_limit.ceilings)
 
     def left_for(self, sequence: TokenSequence) -> np.ndarray:
-        """Return what is left of :meth:`alone` for ``sequence`` after its segments: int64 [num_workers, 2]."""
+        """Return the blocks and tokens that ``sequence`` may still take on each R-worker: int64 [num_workers, 2].
+        They are those of :meth:`alone` without its present segments.
+        """
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
             if segment.home >= 0:
@@ -130,11 +124,11 @@ class Room:
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
 
     def _leaves_a_block(self, needed: int, others: int | np.ndarray, available: int | np.ndarray) -> np.ndarray | bool:
-        """Return whether ``available`` blocks suffice for ``needed`` and for one more of each of ``others``."""
+        """Return whether ``available`` blocks suffice for ``needed`` and for one more block of each of ``others``."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
     def _pool_holds(self, sequence: TokenSequence, among: list[int]) -> bool:
-        """Return whether the R-workers ``among`` could run ``sequence`` alone to its end, and start its siblings."""
+        """Return whether the R-workers ``among`` could start ``sequence`` and its siblings, and run it to its end."""
         capacities = self.alone(sequence)[among]
         sizes = (self._needs.sizes_at_start(sequence), self._needs.sizes_at_end(sequence))
         return all(pool_holds(each, capacities) for each in sizes)

@@ -1,4 +1,4 @@
-"""Second copies (``kv_replicas``): which one to make next, and for how long."""
+"""The policy for second copies (``kv_replicas``): which copy is made next, and how much time it may take."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from fastdecode.scheduler.store.operations import (
 from fastdecode.scheduler.store.store import Store
 
 SHARE = 0.1
-"""Part of the steps' time for making second copies; decodes wait meanwhile."""
+"""Part of the steps' time for making second copies; decodes wait while one is made."""
 
 MOST_BLOCKS = 1 << 20
-"""Most blocks of a piece."""
+"""Most blocks that are copied at once."""
 
 
 class SecondCopies:
     """Keeps a second copy of each sequence.
-
-    After a loss the sequence continues from the other copy, and either may attend.
-
-    A prompt is stored on two R-workers while it is computed. Exceptions: it continues from a prefix with one copy, or
-    it has several segments and there is no room. A missing second copy is made between steps, one after another, in
-    pieces that take a small part of a step.
+    After a loss the sequence continues from the other copy, and either holder may attend. A prompt is stored on two
+    R-workers while it is computed. Exceptions: it continues from a prefix with one copy, or it has several segments and
+    there is no room. A missing second copy is made between steps, one after another, in pieces that take a small part
+    of a step.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:
@@ -48,14 +46,13 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """Handle the loss of an R-worker.
-
-        Copies for sequences that lost tokens of this step come first, whatever the time.
+        """Handle the loss of an R-worker: the next copies need no earned time.
+        These are copies of sequences that lost tokens in this step.
         """
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """Learn the duration of a step, a part of which may go to copies."""
+        """Learn the duration of a step, since copies may take a part of it."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -63,17 +60,17 @@ class SecondCopies:
         self._credit = min(self._credit, 0.0) + SHARE * self._step_seconds
 
     def made(self, seconds: float) -> None:
-        """Record that a piece was copied in ``seconds``."""
+        """Record that copying a piece took ``seconds``."""
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
-        """Note that R-worker ``worker`` has joined and holds nothing."""
+        """Record that R-worker ``worker`` has joined and holds no copies."""
         self._joined.append(worker)
 
     def leave_draining(self) -> Decision[None]:
-        """Drop needless copies of draining R-workers.
-
-        These are copies that others hold too, and copies in progress to a draining R-worker or from it alone.
+        """Drop needless copies on draining R-workers.
+        These are copies of segments that others hold too, and unfinished copies to a draining R-worker or from it
+        alone.
         """
         for worker in self._workers.draining:
             yield from self._give_up_making(worker)
@@ -82,25 +79,23 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # all of it moves at once
+                yield DropTransfer(transfer)  # the whole segment moves instead
 
     def give_up(self, worker: int) -> Decision[bool]:
-        """Make room on ``worker``: drop a copy in progress to it, or one of two copies of a long sequence's segment.
-
+        """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.
         Return False if there is neither.
         """
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
 
     def _give_up_making(self, worker: int) -> Decision[bool]:
-        """Drop the copy that is in progress to ``worker``; return False if there is none."""
+        """Drop the unfinished copy to R-worker ``worker``; return False if there is none."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
             yield DropTransfer(made)
         return made is not None
 
     def _give_up_spare(self, worker: int) -> Decision[bool]:
-        """Drop one of two copies of a segment on ``worker``, of the youngest long sequence with one there.
-
+        """Drop the copy on ``worker`` of a segment that has another copy, of the youngest long sequence with one there.
         Return False if there is none. Sequences of one segment keep both copies, since each copy is enough to continue.
         """
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
@@ -111,7 +106,7 @@ class SecondCopies:
         return False
 
     def next(self) -> Decision[Transfer | None]:
-        """Return the next piece of a second copy; None if there is none, or no time for it."""
+        """Return a transfer with the next piece of a second copy; None if no copy is missing, or no time is left."""
         if self._credit <= 0:
             return None
         if not len(self._store.transfers):
@@ -128,7 +123,7 @@ class SecondCopies:
         return transfer
 
     def _grow(self, transfer: Transfer) -> Decision[bool]:
-        """Reserve the blocks by which the segment grew since the copy began; return False if there is no room."""
+        """Reserve blocks for tokens that the segment got since ``transfer`` began; return False if there is no room."""
         worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
         if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
             return False
@@ -136,7 +131,7 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Return how many tokens to copy in a part of a step's time, in whole blocks."""
+        """Return how many tokens to copy in the part of a step's time that copies may take, in whole blocks."""
         # Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs
         least_seconds = 0.01
         seconds, block_size = max(SHARE * self._step_seconds, least_seconds), self._workers.block_size
@@ -144,14 +139,13 @@ class SecondCopies:
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
-        """Return a segment with one copy, its sequence, and where its second copy goes; None if there is none.
-
-        It belongs to the oldest decoding sequence for which there is room.
+        """Return a sequence, its segment with one copy, and the R-worker for a second one; None if there is none.
+        The sequence is the oldest decoding one for which there is room.
         """
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
-        # Most sequences examined before the next step, since there may be room for none of thousands
+        # Most sequences examined between two steps, since there may be room for none of thousands
         most_tried = 4
         for sequence_id in sorted(set(ids))[:most_tried]:
             sequence = self._residents.decoding[sequence_id]
@@ -164,9 +158,8 @@ class SecondCopies:
         return None
 
     def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a copy to make for an R-worker that joined, as :meth:`_lacking`, and who gives its own copy up.
-
-        Return None once the newcomer holds as much as the others.
+        """Return a copy to make for an R-worker that joined: sequence, segment, target, and who drops its own copy.
+        Return None once the new R-worker holds as much as the others.
         """
         while self._joined:
             if found := self._for_newcomer(self._joined[0]):
@@ -175,16 +168,15 @@ class SecondCopies:
         return None
 
     def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a sequence with two copies for ``target`` to take one over, or None.
-
-        One of its copies is on the R-worker that holds most.
+        """Return a sequence of which the new R-worker ``target`` can take over one of two copies; else None.
+        The copy is on the R-worker that holds most; the result has the form of ``_evening``.
         """
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
         times = held / np.maximum(self._workers.speeds.lasting, 1e-300)
-        # An R-worker that holds less than this part of its share gets second copies from others
+        # A new R-worker that holds less than this part of its share gets second copies from others
         uneven_holders = 0.9
         if times[target] >= uneven_holders * times[accepting].mean():
             return None

@@ -1,1 +1,1 @@
-"""Prefix caching: which prefixes a sequence can begin from, and which it leaves. Each source has a module."""
+"""Prefix caching: the prefixes that a sequence can begin from, and the ones it leaves. Each source has a module."""

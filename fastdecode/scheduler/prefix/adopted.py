@@ -1,8 +1,7 @@
-"""The source of adopted sequences, which an earlier engine left on R-workers.
-
+"""The source of adopted prefixes: sequences that an earlier engine left on R-workers.
 Each segment of such a sequence is a retained prefix under its old cache id, with the tokens after its last full block.
-A sequence that returns continues in place: its blocks are counted as its own, and its R-workers need no control. Until
-then the prefixes may be evicted like others, and other sequences may begin from their full blocks.
+If the client sends the sequence again, it continues in place: its blocks are counted as its own, and its R-workers need
+no control. Until then the prefixes may be evicted like others, and other sequences may begin from their full blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from fastdecode.scheduler.prefix.source import Hit
 from fastdecode.scheduler.sequence import TokenSequence
 
 Held = Mapping[int, Sequence[HeldSequence]]
-"""The held sequences of each R-worker, by its index."""
+"""The sequences held by each R-worker, by its index."""
 
 
 class Adopted(IndexedSource):
-    """Finds prefixes by the sequence that they belong to, and by its first token. Disabled, it adopts nothing."""
+    """Finds adopted prefixes by the sequence that they belong to, and by their first position.
+    Disabled, it adopts none.
+    """
 
     is_own = True
 
@@ -35,13 +36,12 @@ class Adopted(IndexedSource):
         self._hashes: dict[int, list[bytes]] = {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Keep the cached tokens of ``known`` sequences on R-workers, by cache id, and release all others.
-
+        """Keep the tokens on R-workers that belong to ``known`` sequences, by cache id, and release all others.
         Copies on several R-workers are cut to the tokens that all of them have. New cache ids are below ``lowest_name``
         and below all held ones.
 
         Returns:
-            The number of tokens kept on each R-worker.
+          The number of tokens kept on each R-worker.
         """
         self._ids.begin_below(min((lowest_name, *(each.cache_id for several in held.values() for each in several))))
         known = known if self._enabled else {}
@@ -60,9 +60,8 @@ class Adopted(IndexedSource):
         return counts
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the R-workers that hold ``sequence`` itself, all with the same hit.
-
-        With several segments these hold the last one.
+        """Return a hit for each R-worker that holds tokens of ``sequence`` itself; all hits cover the same tokens.
+        With several segments these R-workers hold the last one.
         """
         pieces = self._pieces(sequence.sequence_id)
         if not pieces:
@@ -80,26 +79,26 @@ class Adopted(IndexedSource):
         return [*own[:-1], own[-1]._replace(prefix=hit.prefix)]
 
     def num_adopted(self, sequence_id: int) -> int:
-        """Return how many tokens of a sequence, from its first on, were kept from an earlier engine."""
+        """Return how many tokens of sequence ``sequence_id``, from its first on, were kept from an earlier engine."""
         return sum(each.num_tokens for each in self._pieces(sequence_id))
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the same prefix on another R-worker, or None. ``hit`` itself may be taken already."""
+        """Return a hit for the same prefix on another R-worker, or None. The prefix of ``hit`` may be taken already."""
         others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
         return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
 
     def is_broken(self, sequence: TokenSequence) -> bool:
-        """Return whether the beginning of ``sequence`` was lost, so that it cannot continue in place."""
+        """Return whether the first tokens of ``sequence`` were lost, so that it cannot continue in place."""
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Stop keeping untaken prefixes for ``sequence`` alone; they stay as ordinary prefixes."""
+        """Stop reserving the remaining prefixes of ``sequence`` for it; release them."""
         if self._names.pop(sequence.sequence_id, None) is not None:
             for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
 
     def _pieces(self, sequence_id: int) -> list[Hit]:
-        """Return the kept segments of a sequence, up to the first that is incomplete."""
+        """Return hits for the kept segments of a sequence in order, up to the first incomplete segment."""
         by_start = self._names.get(sequence_id, {})
         pieces: list[Hit] = []
         while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
@@ -146,8 +145,7 @@ class Adopted(IndexedSource):
         return sum(lengths.values())
 
     def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
-        """Return how many tokens of each held sequence are kept.
-
+        """Return how many tokens of each held sequence are kept, by cache id, at most as many as in ``wanted``.
         A sequence keeps its last, partial block only if no other sequence shares it, since more tokens are written
         there. A sequence whose recurrent state cannot go back to that length is dropped.
         """

@@ -1,4 +1,4 @@
-"""Prefix caching: the blocks that a sequence can reuse from others, and leaves for others."""
+"""Prefix caching: the blocks that a sequence can reuse from other sequences, and leaves for others."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Leaders:
-    """Sequences that compute a prefix now, by block hashes. Others with the same prefix wait for them."""
+    """The sequences that compute a prefix now, by block hash. Other sequences with the same prefix wait for them."""
 
     def __init__(self, workers: Workers, index: PrefixIndex, kept: Keeper) -> None:
         self._workers, self._index, self._kept = workers, index, kept
         self._computing: dict[bytes, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return how many blocks are in computation that others may wait for."""
+        """Return the number of blocks in computation for which other sequences may wait."""
         return len(self._computing)
 
     def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
-        """Announce that ``sequence`` computes its prompt from block ``num_blocks`` on.
-
-        Blocks that others compute already are excepted.
+        """Record that ``sequence`` computes its prompt from block ``num_blocks`` on.
+        Blocks that another sequence already computes are not recorded.
         """
         for block_hash in sequence.block_hashes[num_blocks:]:
             self._computing.setdefault(block_hash, sequence)
 
     def stop(self, sequence: TokenSequence) -> None:
-        """Release those that wait for ``sequence``: its prompt is cached, or it left."""
+        """Let no sequence wait for ``sequence`` any more: its prompt is cached, or it has left."""
         for block_hash in sequence.block_hashes:
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
 
     def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Return a sequence that computes a longer beginning of ``sequence`` than any cached one.
-
+        """Return a sequence that computes a longer prefix of ``sequence`` than any cached one.
         Return None if there is none.
         """
         usable = usable_hashes(sequence, self._workers.block_size)
@@ -57,8 +55,7 @@ class Leaders:
 
 
 class PrefixCache:
-    """Asks its sources in order; the first that has a beginning of a sequence provides it.
-
+    """Finds prefixes by asking its sources in order; the first source with a prefix of a sequence provides it.
     ``kept``: prefixes of this engine's sequences. ``adopted``: prefixes that an earlier engine left on R-workers.
     ``parked``: prefixes on R-workers' disks. ``leaders``: sequences that compute prefixes now. ``ids``: cache ids for
     kept prefixes. Disabled, the cache keeps nothing.
@@ -76,7 +73,7 @@ class PrefixCache:
         self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
-        """Return the index and the keeper of computed prefixes: of blocks alone, or of states if layers have them."""
+        """Return the index of prefixes and their keeper: of blocks, or of recurrent states if layers have them."""
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
@@ -90,18 +87,18 @@ class PrefixCache:
 
     @property
     def is_awaited(self) -> bool:
-        """True while a sequence computes blocks that others may wait for."""
+        """True while a sequence computes blocks for which other sequences may wait."""
         return len(self.leaders) > 0
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Hash the blocks that ``sequence`` will compute."""
+        """Compute the hashes of the blocks that ``sequence`` will compute."""
         if self.enabled:
             tokens = sequence.tokens(0, sequence.num_prefill)
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest reusable beginning on each R-worker, by its index. A scored prompt has none."""
+        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index. A scored prompt has none."""
         if sequence.scored:
             return {}
         for source in self.sources:
@@ -110,18 +107,17 @@ class PrefixCache:
         return {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Keep the cached tokens of an earlier engine: see :meth:`Adopted.adopt`."""
+        """Keep the tokens cached for an earlier engine: see :meth:`Adopted.adopt`."""
         return self.adopted.adopt(held, known, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
-        """Return the beginnings that may be used instead of the longest, ``hit``, best first.
-
-        Using a state makes a copy of it. Without room for a second one, all is recomputed.
+        """Return the prefixes from which the sequence may start, best first: the longest, ``hit``, or perhaps none.
+        Using a recurrent state makes a copy of it. Without room for the copy, the whole prompt is recomputed.
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 
     def begin(self, sequence: TokenSequence, hit: Hit | None) -> None:
-        """Record that ``sequence`` starts from ``hit``, or from nothing, and computes the rest."""
+        """Record that ``sequence`` starts from ``hit``, or from no cached prefix, and computes the rest."""
         if hit is None:
             self.close(sequence)
         if sequence.output_token_ids == []:
@@ -132,8 +128,7 @@ class PrefixCache:
 
     def name(self, sequence: TokenSequence, segments: Sequence[Segment], hit: Hit | None) -> None:
         """Assign cache ids to ``segments``, with which ``sequence`` starts from ``hit``.
-
-        Segments continued in place keep theirs.
+        Segments continued in place keep their cache ids.
         """
         ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
         if not ids and hit and hit.is_own:
@@ -144,26 +139,30 @@ class PrefixCache:
             segment.cache_id = cache_id
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release what is kept for ``sequence`` alone, which has started."""
+        """Release the prefixes that are kept for ``sequence`` alone, which has started."""
         for source in self.sources:
             source.close(sequence)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep the cache that ``sequence`` gives up; return True if it stays as it is."""
+        """Retain the cached tokens of ``sequence``, which gives them up.
+        Return True if R-workers need not release them.
+        """
         return any(source.leave(sequence) for source in self.sources)
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
-        """Forget what was kept of ``copy`` beyond its first ``num_tokens`` tokens, since it is wrong."""
+        """Shorten the prefix retained from ``copy`` to ``num_tokens`` tokens, since later ones are wrong."""
         prefix = None if copy.prefix_id is None else self._workers[copy.worker].prefixes.get(copy.prefix_id)
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict until ``num_blocks`` are free or nothing is left to evict; return whether they are free."""
+        """Evict prefixes on R-worker ``worker`` until ``num_blocks`` blocks are free.
+        Return False if that is impossible.
+        """
         return self._index.make_room(worker, num_blocks)
 
     def reset(self) -> None:
-        """Forget all prefixes in R-workers' memory; running sequences continue."""
+        """Evict all prefixes from R-workers' memory; running sequences continue."""
         for index in range(len(self._workers)):
             self._index.clear(index)
 

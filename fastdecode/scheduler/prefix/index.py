@@ -1,4 +1,4 @@
-"""Retained prefixes by token hashes: finding, shortening and evicting them."""
+"""An index of retained prefixes by token hashes, which also shortens and evicts them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 class PrefixIndex:
     """Finds retained prefixes by the hash of all tokens up to the end of a block.
-
     A prefix holds blocks of one segment, of at most ``segment_tokens`` tokens. A longer text is found as one prefix per
-    segment. ``now_seconds``: the time of use, on any clock.
+    segment. ``now_seconds``: the time recorded when a prefix is used, on any clock.
     """
 
     def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
@@ -25,7 +24,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return each R-worker's longest beginning of ``sequence`` within these block hashes, as hits of ``source``."""
+        """Return each R-worker's longest prefix of ``sequence`` within ``block_hashes``, as hits of ``source``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -37,32 +36,38 @@ class PrefixIndex:
         return found
 
     def num_cached(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> int:
-        """Return how many of these blocks are cached on the R-worker that has most of them."""
+        """Return how many of the blocks ``block_hashes`` are cached on the R-worker that has most of them."""
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def cached_from(self, block_hashes: list[bytes], start: int) -> int:
-        """Return the end of the cached blocks that follow the first ``start`` of these; ``start`` if there are none."""
+        """Return the end of the run of cached blocks in ``block_hashes`` that begins at index ``start``.
+        ``start`` if none.
+        """
         return next(
             (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
             max(start, len(block_hashes)),
         )
 
     def holder(self, block_hash: bytes) -> Prefix | None:
-        """Return a prefix that has this block, and so all earlier blocks of its segment; None if there is none."""
+        """Return a prefix that has the block ``block_hash``, and so all earlier blocks of its segment.
+        None without one.
+        """
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
 
     def on(self, worker: int, block_hash: bytes) -> Prefix | None:
-        """Return a prefix on ``worker`` that has this block; None if there is none."""
+        """Return a prefix on R-worker ``worker`` that has the block ``block_hash``; None if there is none."""
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the hit on the other R-worker that retained the same copy; None if that has it no longer."""
+        """Return the hit for the other copy of the same tokens; None if its R-worker no longer retains it."""
         prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return the part of ``hit`` in each segment of ``sequence``: whole segments, and the beginning of the last."""
+        """Return a hit for each segment of ``sequence`` that ``hit`` covers.
+        The last may cover only its first blocks.
+        """
         whole = self._segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
         found = [self.holder(sequence.block_hashes[end - 1]) for end in ends]
@@ -71,8 +76,7 @@ class PrefixIndex:
         return [*closed, hit._replace(num_blocks=last[0], num_tokens=last[1])]
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Let ``copy`` of ``segment`` begin with ``hit``.
-
+        """Let ``copy`` of ``segment`` begin with the tokens of ``hit``.
         It continues in place if the prefix has the segment's cache id; otherwise it is a fork.
         """
         prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
@@ -96,7 +100,7 @@ class PrefixIndex:
         self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
 
     def add(self, prefix: Prefix) -> None:
-        """Retain ``prefix``, whose blocks a running sequence holds."""
+        """Retain ``prefix``, whose blocks a running sequence still holds."""
         for block in (*prefix.blocks, *prefix.own):
             block.num_prefixes += 1
         prefix.used_seconds = self.now_seconds
@@ -105,14 +109,16 @@ class PrefixIndex:
             self._by_hash.setdefault(block_hash, {})[prefix.worker, prefix.prefix_id] = prefix
 
     def make_room(self, index: int, num_blocks: int) -> bool:
-        """Evict until ``num_blocks`` are free or nothing is left to evict; return whether they are free."""
+        """Evict prefixes on R-worker ``index`` until ``num_blocks`` blocks are free.
+        Return False if that is impossible.
+        """
         worker = self._workers[index]
         if num_blocks > worker.free:
             self.evict(index, num_blocks - worker.free)
         return worker.free >= num_blocks
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks if the cache holds so many, from the ends of the oldest prefixes."""
+        """Free ``count`` more blocks on R-worker ``index`` if prefixes hold so many, from the oldest ones' ends."""
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
         for prefix in list(worker.prefixes.values()):
@@ -126,16 +132,16 @@ class PrefixIndex:
                 return
 
     def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
-        """Return the hashes by which it is found: those of all its blocks except the first ``keep``."""
+        """Return the hashes by which ``prefix`` is found: of all its blocks except the first ``keep``."""
         return prefix.block_hashes[keep:]
 
     def clear(self, index: int) -> None:
-        """Forget all prefixes of an R-worker."""
+        """Release all prefixes of R-worker ``index``."""
         for prefix in list(self._workers[index].prefixes.values()):
             self.shorten(prefix, 0)
 
     def shorten(self, prefix: Prefix, keep: int) -> None:
-        """Keep only the first ``keep`` blocks of a prefix."""
+        """Release the blocks of ``prefix`` after the first ``keep``."""
         worker = self._workers[prefix.worker]
         self.let_go(prefix, keep)
         if keep:
@@ -144,7 +150,7 @@ class PrefixIndex:
             worker.release(prefix.prefix_id)
 
     def let_go(self, prefix: Prefix, keep: int = 0) -> None:
-        """Count only the first ``keep`` blocks of a prefix as retained, without a control to its R-worker."""
+        """Count only the first ``keep`` blocks of ``prefix`` as retained, without a control to its R-worker."""
         worker = self._workers[prefix.worker]
         worker.forget(reversed(prefix.blocks[keep:]))
         worker.forget(prefix.own)
@@ -160,7 +166,7 @@ class PrefixIndex:
 
 
 class IndexedSource(Source):
-    """A source whose prefixes lie in an index: what it does with a hit is the index's."""
+    """A source whose prefixes are in an index, which also implements the operations on hits."""
 
     def __init__(self, workers: Workers, index: PrefixIndex) -> None:
         self._workers, self._index = workers, index
@@ -179,8 +185,7 @@ class IndexedSource(Source):
 
 
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
-    """Append the hashes of full blocks of ``token_ids`` that ``block_hashes`` lacks.
-
+    """Append to ``block_hashes`` the missing hashes of the full blocks of ``token_ids``.
     Each hash covers all earlier tokens.
     """
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
@@ -190,5 +195,5 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
 
 
 def usable_hashes(sequence: TokenSequence, block_size: int) -> list[bytes]:
-    """Return the hashes of blocks that ``sequence`` can begin with. At least one token is always computed."""
+    """Return the hashes of the blocks that ``sequence`` can reuse. At least its last token is always computed."""
     return sequence.block_hashes[: (sequence.num_prefill - 1) // block_size]

@@ -1,4 +1,4 @@
-"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes in transit."""
+"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes that are being loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Beginning(NamedTuple):
-    """The first ``num_blocks`` blocks of ``chain``, parked by R-worker ``worker``.
-
-    They follow the first ``start`` blocks of a sequence, which lie in its earlier ranges.
+    """A parked part of a sequence: the first ``num_blocks`` blocks of ``chain`` on the disk of R-worker ``worker``.
+    It follows the first ``start`` blocks of the sequence, which are in earlier segments.
     """
 
     worker: int
@@ -30,9 +29,8 @@ class Beginning(NamedTuple):
 
 @dataclass(eq=False)
 class Waking:
-    """A prefix that is being loaded as ``prefix_id`` on its R-worker, which reserves blocks for it.
-
-    ``num_tokens`` are loaded.
+    """A prefix that is being loaded as sequence ``prefix_id`` on its R-worker, where blocks are reserved for it.
+    ``num_tokens``: tokens loaded until now.
     """
 
     beginning: Beginning
@@ -43,7 +41,7 @@ class Waking:
 
 @dataclass
 class WakeCounts:
-    """Counts of prefixes loaded from disks, their tokens, and listed prefixes that failed to load."""
+    """Counts of prefixes loaded from disks, of their tokens, and of parked prefixes that failed to load."""
 
     num_woken: int = 0
     num_tokens: int = 0
@@ -51,7 +49,7 @@ class WakeCounts:
 
 
 class ParkedChains:
-    """The chains that R-workers have parked, by the hash of all tokens up to the end of a piece or chain."""
+    """The chains on R-workers' disks, by the hash of all tokens up to the end of a piece or chain."""
 
     def __init__(self) -> None:
         self._by_name: dict[tuple[int, bytes], Chain] = {}
@@ -62,13 +60,13 @@ class ParkedChains:
         return len(self._by_name)
 
     def add(self, worker: int, chain: Chain) -> None:
-        """Add ``chain`` of R-worker ``worker``."""
+        """Add ``chain``, which is on the disk of R-worker ``worker``."""
         self._by_name[worker, chain.name] = chain
         for mark in chain.marks:
             self._by_mark.setdefault(mark, {})[worker, chain.name] = chain
 
     def remove(self, worker: int, name: bytes) -> None:
-        """Remove a chain of R-worker ``worker``; unknown ones are ignored."""
+        """Remove the chain ``name`` of R-worker ``worker``; unknown names are ignored."""
         chain = self._by_name.pop((worker, name), None)
         for mark in chain.marks if chain else ():
             del self._by_mark[mark][worker, name]
@@ -81,15 +79,17 @@ class ParkedChains:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Return whether R-worker ``worker`` has the chain ``name`` or a continuation of it, as far as hashes tell."""
+        """Return whether the disk of ``worker`` has the chain ``name`` or a longer one that begins with it."""
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
     def within(self, worker: int, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Return names of the chains on ``worker`` that end within these block hashes."""
+        """Return the names of chains on the disk of ``worker`` that end at a block of ``block_hashes``."""
         return [name for name in block_hashes if (worker, name) in self._by_name]
 
     def longest(self, block_hashes: list[bytes], workers: list[int]) -> Beginning | None:
-        """Return the longest beginning within these block hashes that one of ``workers`` has; None if there is none."""
+        """Return the longest part of the blocks ``block_hashes`` on a disk of ``workers``, from their first.
+        None without.
+        """
         for depth in range(len(block_hashes), 0, -1):
             for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items():
                 if worker in workers:
@@ -99,8 +99,7 @@ class ParkedChains:
 
 class Parked(Source):
     """Knows the prefixes on disks. A prefix is first loaded ("woken") and then retained; it is never used directly.
-
-    ``chains``: those on disks. ``counts``: counts of loaded prefixes.
+    ``chains``: the chains on disks. ``counts``: counts of loaded prefixes.
     """
 
     def __init__(
@@ -114,14 +113,13 @@ class Parked(Source):
         self.chains.forget(worker)
 
     def set_clock(self, now_seconds: float) -> None:
-        """Set the time that counts as the use of prefixes from now on."""
+        """Set the time that is recorded when prefixes are used, until the next call."""
         self._index.now_seconds = now_seconds
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
-        """Return the parked beginning that the waiting ``sequence`` should load next; None if none is worth it.
-
-        It must be longer than what is cached. Of a sequence in several ranges it is the first that is not cached, and
-        all that can follow it count for its worth.
+        """Return the parked prefix that the waiting ``sequence`` should load next; None if none is worth it.
+        It must be longer than the cached prefix. If the sequence has several segments, it is the first one that is not
+        cached, and all segments that can follow count for its worth.
         """
         if not len(self.chains):
             return None
@@ -135,7 +133,9 @@ class Parked(Source):
         return first if first and self._kept.is_worth(sequence, depth) else None
 
     def _next(self, usable: list[bytes], depth: int) -> Beginning | None:
-        """Return the longest parked beginning of the range with block ``depth`` that has this block; None without."""
+        """Return the longest parked prefix of the segment with block ``depth`` that includes this block.
+        None without.
+        """
         start = depth // self._range_blocks * self._range_blocks
         found = self.chains.longest(usable[depth : start + self._range_blocks], self._workers.accepting)
         return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
@@ -151,9 +151,8 @@ class Parked(Source):
         return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
-        """Retain the loaded ``waking`` as used now; ``sequence``, which waited for it, starts there.
-
-        It has no twin: the same tokens on another R-worker may have come from other arithmetic.
+        """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on its R-worker.
+        The prefix has no twin: the same tokens on another R-worker may have been computed with other arithmetic.
         """
         worker, count = waking.beginning.worker, waking.beginning.num_blocks
         sequence.woken_on = worker
@@ -165,7 +164,7 @@ class Parked(Source):
         self.counts.num_tokens += count * self._workers.block_size
 
     def failed(self, waking: Waking) -> None:
-        """Release what was loaded of ``waking``, which failed."""
+        """Release the blocks of ``waking``, which failed to load, and forget its chain."""
         beginning = waking.beginning
         self.chains.remove(beginning.worker, beginning.chain.name)
         self._workers[beginning.worker].grow(-beginning.num_blocks)
@@ -174,18 +173,17 @@ class Parked(Source):
         self.counts.num_failed += 1
 
     def mark_parked(self, worker: int) -> None:
-        """Mark the prefixes of R-worker ``worker`` that its disk already has."""
+        """Mark the retained prefixes of R-worker ``worker`` that its disk already has."""
         for prefix in self._workers[worker].prefixes.values():
             if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.block_hashes[-1]):
                 prefix.is_parked = not self._index.is_within_another(prefix)
 
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
-        """Return a prefix of ``worker`` to park: unused since then, or soon evicted, and not on disk.
-
+        """Return a retained prefix of ``worker`` to park: not used after ``unused_since``, or soon evicted.
         Return None if there is none.
         """
         state = self._workers[worker]
-        # Prefixes are parked early if fewer than one block in this many is free, since they may be evicted soon
+        # Prefixes are parked early if fewer than one block in this many is free, since they may soon be evicted
         least_free = 10
         is_short = state.free * least_free < state.num_blocks
         for prefix in state.prefixes.values():
@@ -198,12 +196,12 @@ class Parked(Source):
         return None
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:
-        """Record that ``chain`` of ``prefix`` is on the disk; None: parking failed and is not tried again."""
+        """Record that ``chain`` of ``prefix`` is on the disk. None: parking failed, and is not tried again."""
         prefix.is_parked = True
         if chain:
             self.chains.add(prefix.worker, chain)
 
     def dropped(self, worker: int, names: Iterable[bytes]) -> None:
-        """Record that the disk of R-worker ``worker`` has these chains no longer."""
+        """Record that the disk of R-worker ``worker`` no longer has the chains ``names``."""
         for name in names:
             self.chains.remove(worker, name)

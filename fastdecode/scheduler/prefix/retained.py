@@ -1,4 +1,4 @@
-"""The source of full blocks: computed prefixes, retained until their room is needed."""
+"""The source of computed prefixes, whose full blocks are retained until their room is needed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Retained(IndexedSource, Keeper):
         self._ids, self._names = ids, names
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return cached beginnings at least as long as the rest, since the rest then attends on the R-worker.
-
-        At least one token is always computed, since its logits are sampled.
+        """Return the longest cached prefix on each R-worker, if it is at least as long as the rest of the prompt.
+        The reason: after a cached prefix, the rest attends on the R-worker. At least one token is always computed,
+        since its logits are sampled.
         """
         found = self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
@@ -48,12 +48,12 @@ class Retained(IndexedSource, Keeper):
         return False
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep the prompt of ``sequence`` once it is fully cached."""
+        """Retain the prompt of ``sequence`` once it is fully cached."""
         if not sequence.in_prompt:
             self._retain(sequence)
 
     def _retain(self, sequence: TokenSequence) -> None:
-        """Keep the full blocks of a running sequence, in place of what was kept of it before."""
+        """Retain the full blocks of a running sequence, instead of the shorter prefix retained from it before."""
         num_full = sequence.num_cached // self._workers.block_size
         if not self.enabled or num_full == 0:
             return
@@ -65,7 +65,7 @@ class Retained(IndexedSource, Keeper):
                 self._retain_copy(sequence, segment, copy, origin)
 
     def _retain_copy(self, sequence: TokenSequence, segment: Segment, copy: Copy, origin: int) -> None:
-        """Keep the full blocks of one copy of a segment."""
+        """Retain the full blocks of one ``copy`` of a ``segment`` of ``sequence``."""
         first, count = segment.start // self._workers.block_size, segment.num_tokens // self._workers.block_size
         worker, hashes = self._workers[copy.worker], sequence.block_hashes[first : first + count]
         if count == 0:

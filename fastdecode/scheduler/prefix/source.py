@@ -1,4 +1,4 @@
-"""The interface of prefix sources, and their hits."""
+"""The interface of sources of cached prefixes, and the hits that they return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
-    """A cached beginning of a sequence: its full blocks, the prefix with the last of them, its tokens, its source."""
+    """A cached prefix of a sequence: full blocks, the retained prefix with the last of them, tokens, and its source."""
 
     num_blocks: int
     prefix: Prefix
@@ -19,7 +19,7 @@ class Hit(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """True if the sequence itself left it. The sequence then continues in these blocks, also in unshared ones."""
+        """True if the same sequence left the prefix. It then continues in these blocks, also in unshared ones."""
         return self.source.is_own
 
 
@@ -32,7 +32,7 @@ class Source(Protocol):
     is_own: bool = False
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest reusable beginning of ``sequence`` on each R-worker, by its index."""
+        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index."""
         return {}
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
@@ -40,22 +40,22 @@ class Source(Protocol):
         return [hit]
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the identical beginning on another R-worker; None if there is none."""
+        """Return a hit for the identical prefix on another R-worker; None if there is none."""
         return None
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Let ``copy`` of ``segment`` begin with ``hit`` on the same R-worker."""
+        """Let ``copy`` of ``segment`` begin with the tokens of ``hit``, which are on the same R-worker."""
         raise ValueError("this source has no blocks to take")
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release what is kept for ``sequence`` alone, which has started."""
+        """Release the prefixes that are kept for ``sequence`` alone, which has started."""
         return
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep what ``sequence`` leaves to others when it gives up its cache.
+        """Retain cached tokens of ``sequence``, which gives up its cache, for other sequences.
 
         Returns:
-            True if its cache stays as it is, so that no R-worker releases it.
+          True if the whole cache is retained as it is, so that no R-worker releases it.
         """
         return False
 
@@ -65,27 +65,26 @@ class Source(Protocol):
 
 
 class Keeper(Source, Protocol):
-    """The source that keeps what this engine's sequences compute.
-
-    ``copies_all``: starting from a hit needs room for a copy of its state.
+    """The source that retains the prefixes computed by this engine's sequences.
+    ``copies_all``: starting from a hit needs room for a copy of its recurrent state.
     """
 
     copies_all: bool
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Note what ``sequence`` will compute."""
+        """Prepare for the prefixes that ``sequence``, which is queued, will compute."""
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
         """Return the cache id, old or new, of the only segment of ``sequence``, which starts from ``hit``."""
 
     def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
-        """Return how many prompt rows, at most ``most``, ``sequence`` computes before something is kept."""
+        """Return how many prompt rows, at most ``most``, ``sequence`` computes until a prefix is retained."""
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep what others can begin from, now that more of the prompt of ``sequence`` is cached."""
+        """Retain a prefix for other sequences, now that more of the prompt of ``sequence`` is cached."""
 
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
-        """Return whether others can begin from the first ``num_blocks`` blocks that ``leader`` computes."""
+        """Return whether other sequences can begin from the first ``num_blocks`` blocks that ``leader`` computes."""
 
     def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
         """Return whether starting from ``num_blocks`` cached blocks is better for ``sequence`` than recomputing."""

@@ -1,11 +1,10 @@
-"""The source of recurrent states. A state covers all tokens before it, so others can begin only where one was kept.
-
-A prompt stops at some block boundaries, its checkpoints, to copy its state. These are: the last boundary before its
-last token, the point where it parts from a similar prompt seen before, and every 2^k blocks. The k is such that states
-take at most a quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache
-as it is, without a copy: full blocks, the tokens after them, and the state of all.
-
-A kept state counts as the blocks that it takes, and is evicted before the states of its beginnings.
+"""The source of prefixes with recurrent states.
+A state covers all tokens before it, so other sequences can begin only where a state was kept. A prompt stops at some
+block boundaries, its checkpoints, to copy its state. These are: the last boundary before its last token, the point
+where it differs from a similar prompt seen before, and every 2^k blocks. The k is such that states take at most a
+quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache without a copy:
+full blocks, the tokens after them, and the state of all. A kept state counts as the blocks that it takes, and is
+evicted before the states of its own prefixes.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class StateIndex(PrefixIndex):
-    """Prefixes that are found only by their end."""
+    """An index of prefixes with states, which are found only by their last block."""
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return the longest beginning of ``sequence`` with a state on each R-worker, without the last token."""
+        """Return the longest prefix of ``sequence`` with a state on each R-worker, without the last token."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             for prefix in self._by_hash.get(block_hash, {}).values():
@@ -35,12 +34,14 @@ class StateIndex(PrefixIndex):
         return found
 
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
-        """Return a prefix on ``worker`` that ends with this block and ``rest``; None if there is none."""
+        """Return a prefix on R-worker ``worker`` that ends with block ``block_hash`` and tokens ``rest``.
+        None without one.
+        """
         holders = self._by_hash.get(block_hash, {}).values()
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
 
     def touch(self, prefix: Prefix) -> None:
-        """Mark ``prefix`` and its beginnings as used now, the shortest last."""
+        """Mark ``prefix`` and the shorter prefixes within it as used now, the shortest last."""
         super().touch(prefix)
         for block_hash in reversed(prefix.block_hashes):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -48,7 +49,7 @@ class StateIndex(PrefixIndex):
                     super().touch(each)
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Let ``copy`` of ``segment`` begin with all of a prefix; its state is copied first."""
+        """Let ``copy`` of ``segment`` begin with the whole prefix of ``hit``; its state is copied first."""
         prefix, blocks = hit.prefix, list(hit.prefix.blocks)
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
@@ -60,7 +61,9 @@ class StateIndex(PrefixIndex):
         worker.drop(blocks)
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks if the cache without ``spared`` holds so many, oldest first."""
+        """Free at least ``count`` more blocks on R-worker ``index``, if prefixes other than ``spared`` hold so many.
+        The oldest prefixes go first.
+        """
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
         for prefix in list(worker.prefixes.values()):
@@ -70,7 +73,7 @@ class StateIndex(PrefixIndex):
                 self.shorten(prefix, 0)
 
     def shorten(self, prefix: Prefix, keep: int) -> None:
-        """Forget ``prefix`` unless all of it is kept."""
+        """Release the whole ``prefix``, unless all its blocks are kept."""
         if keep < max(1, len(prefix.blocks)):
             super().shorten(prefix, 0)
 
@@ -79,7 +82,7 @@ class StateIndex(PrefixIndex):
 
 
 class States(IndexedSource, Keeper):
-    """Keeps states of prompts at checkpoints, and what sequences leave. ``most_kept``: states over all R-workers."""
+    """Keeps states of prompts at checkpoints, and states of sequences that leave. ``most_kept``: over all R-workers."""
 
     copies_all = True
     _index: StateIndex
@@ -87,11 +90,11 @@ class States(IndexedSource, Keeper):
     def __init__(
         self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
     ) -> None:
-        """``worth_blocks``: how many blocks of tokens take the memory of one state."""
+        """``worth_blocks``: how many blocks of tokens take as much memory as one state."""
         super().__init__(workers, index)
         self._ids, self._names = ids, names
         self._most_kept, self._interval = most_kept, 1
-        # Blocks of tokens between checkpoints, per block of a state
+        # Blocks of tokens between checkpoints, per block of memory that a state takes
         states_share = 4
         while self._interval < states_share * worth_blocks:
             self._interval *= 2
@@ -101,20 +104,19 @@ class States(IndexedSource, Keeper):
         return self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Note the point where ``sequence`` parts from earlier prompts, as a checkpoint."""
+        """Record the block where ``sequence`` begins to differ from earlier prompts, as a checkpoint."""
         usable, before = usable_hashes(sequence, self._workers.block_size), self._seen
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
-        # Most remembered blocks of prompts, by which a common beginning is noticed; the latest are kept
+        # Most remembered block hashes of prompts, the latest ones, by which a common prefix is noticed
         most_seen = 1 << 16
         while len(before) > most_seen:
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the kept cache id if ``sequence`` continues in place, else a new one.
-
-        A preempted sequence gets a new one, since what it left may still have the old one.
+        """Return the kept cache id if ``sequence`` continues in place, else a new cache id.
+        A preempted sequence gets a new id, since the prefix that it left may still have the old one.
         """
         if hit and hit.is_own:
             return hit.prefix.prefix_id
@@ -129,7 +131,7 @@ class States(IndexedSource, Keeper):
         return most
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep a copy of the state of ``sequence`` if it stopped for that and no sequence needs the room."""
+        """Keep a copy of the state of ``sequence`` if it stopped at a checkpoint and no sequence needs the room."""
         num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
         if rest or not self._is_checkpoint(sequence, num_blocks):
             return
@@ -147,7 +149,7 @@ class States(IndexedSource, Keeper):
                 copy.prefix_id = prefix.prefix_id
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Keep all cached tokens of ``sequence`` under its cache id, which the sequence gives up."""
+        """Keep all cached tokens of ``sequence`` under its cache id; return False if they are not kept."""
         num_blocks = sequence.num_cached // self._workers.block_size
         if not self._most_kept or not num_blocks or sequence.has_several:
             return False
@@ -168,9 +170,8 @@ class States(IndexedSource, Keeper):
         return True
 
     def _make_place(self, count: int) -> bool:
-        """Forget the least recently used states of the R-worker with most, until ``count`` more may be kept.
-
-        Return False if so many may never be kept.
+        """Release the least recently used states of the R-worker with most states, until ``count`` more may be kept.
+        Return False if ``count`` exceeds the most states ever kept.
         """
         workers = list(self._workers)
         while count <= self._most_kept < count + sum(len(worker.prefixes) for worker in workers):
@@ -181,7 +182,7 @@ class States(IndexedSource, Keeper):
     def _keep(
         self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None
     ) -> Prefix:
-        """Retain the tokens of ``copy`` of ``segment``, and a state in blocks that its R-worker counts as taken."""
+        """Retain the tokens of ``copy`` of ``segment`` as prefix ``name``, with a state in blocks counted as taken."""
         rest = rest or []
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))

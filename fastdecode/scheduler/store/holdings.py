@@ -1,4 +1,4 @@
-"""Copies of segments on R-workers, finished or in progress: taking, forking, cutting and dropping them."""
+"""Copies of segments on R-workers, finished or in progress: making, forking, cutting and dropping them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ class Holdings:
         self._workers, self._prefixes, self._table = workers, prefixes, table
 
     def make_room(self, worker: int, num_blocks: int) -> bool:
-        """Evict prefixes until ``num_blocks`` are free on R-worker ``worker``; return whether they are."""
+        """Evict prefixes until ``num_blocks`` blocks are free on R-worker ``worker``.
+        Return False if that is impossible.
+        """
         return self._prefixes.make_room(worker, num_blocks)
 
     def take(self, segment: Segment, copy: Copy) -> None:
-        """Count the blocks of ``copy``, which ``segment`` now has on its R-worker."""
+        """Count the blocks of ``copy``, a new copy of ``segment``, as taken on its R-worker."""
         num_own = segment.num_blocks - len(copy.shared)
         self._prefixes.make_room(copy.worker, num_own)
         self._workers[copy.worker].take(num_own)
 
     def give_up(self, segment: Segment, copy: Copy, is_known: bool, stays: bool = False) -> None:
-        """Free the blocks of ``copy``, and queue its release.
-
+        """Free the blocks of ``copy`` of ``segment``, and queue its release on the R-worker.
         The release is queued if the copy has tokens or the R-worker knows it (``is_known``), unless it ``stays`` as a
         prefix.
         """
@@ -40,7 +41,7 @@ class Holdings:
             worker.release(segment.cache_id)
 
     def remove(self, sequence: TokenSequence, segment: Segment, worker: int) -> None:
-        """Drop the copy of ``segment`` on R-worker ``worker``."""
+        """Drop the copy of ``segment`` of ``sequence`` on R-worker ``worker``."""
         copy = segment.on(worker)
         if copy is None:
             raise KeyError(f"R-worker {worker} has no copy of {segment.cache_id}")
@@ -52,8 +53,7 @@ class Holdings:
         self._table.put(sequence)
 
     def fork(self, source: Segment, cache_id: int) -> Segment:
-        """Return a fork of ``source`` with the same tokens on the same R-workers.
-
+        """Return a fork of ``source`` named ``cache_id``, with the same tokens on the same R-workers.
         Full blocks are shared. Room for a copy of a partial block and of a state is already reserved.
         """
         num_full, rest = divmod(source.num_tokens, self._workers.block_size)
@@ -69,9 +69,8 @@ class Holdings:
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
         """Drop the tokens of ``segment`` beyond ``num_tokens``, which are wrong, and keep ``num_blocks`` blocks.
-
-        Shared blocks have to be replaced by own ones. If there is no room for these, only full blocks of right tokens
-        are kept, and the result is False.
+        Shared blocks with wrong tokens are replaced by unshared ones. If there is no room for these, only full blocks
+        of correct tokens are kept, and the result is False.
         """
         num_full = num_tokens // self._workers.block_size
         has_room = self.make_room_to_cut(segment, num_tokens, num_blocks)
@@ -88,9 +87,8 @@ class Holdings:
         return has_room
 
     def make_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Make room for :meth:`cut`: forget what was kept beyond ``num_tokens`` tokens, and evict for own blocks.
-
-        Return False if :meth:`cut` could not keep these tokens.
+        """Make room for :meth:`cut`: forget prefixes beyond ``num_tokens`` tokens, and evict for unshared blocks.
+        Return False if :meth:`cut` could not keep ``num_tokens`` tokens.
         """
         num_full = num_tokens // self._workers.block_size
         for copy in segment.copies:
@@ -100,8 +98,7 @@ class Holdings:
         )
 
     def _make_room_to_replace(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Evict until the R-worker of ``copy`` can replace its shared blocks and take ``more``; return success.
-
+        """Evict until the R-worker of ``copy`` can replace shared blocks and take ``more``; return False if it cannot.
         The first ``num_full`` blocks stay shared.
         """
         wrong = copy.shared[num_full:]
@@ -111,11 +108,10 @@ class Holdings:
 
 @dataclass(eq=False)
 class Transfer:
-    """A copy in progress: ``segment`` of ``sequence``, from R-worker ``source`` to R-worker ``target``.
-
+    """An unfinished copy of ``segment`` of ``sequence``, from R-worker ``source`` to R-worker ``target``.
     The target's ``num_blocks`` blocks are reserved from the start. ``num_copied`` tokens are there; the next piece has
-    ``num_tokens``. When all are copied, R-worker ``drops`` drops its own copy; -1 for none. If that is the source, this
-    is a move.
+    ``num_tokens``. When all are copied, R-worker ``drops`` drops its own copy; -1 for none. If that is the source, the
+    transfer is a move.
     """
 
     sequence: TokenSequence
@@ -134,30 +130,29 @@ class Transfer:
 
     @property
     def is_move(self) -> bool:
-        """True if the source's copy is dropped."""
+        """True if the source R-worker drops its copy at the end."""
         return self.drops == self.source
 
 
 class TransfersUnderWay:
-    """The copies in progress. The target's blocks are reserved as soon as it is chosen."""
+    """The unfinished copies. Blocks on the target R-worker are reserved as soon as it is chosen."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
         self._all: list[Transfer] = []
 
     def __len__(self) -> int:
-        """Return the number of copies in progress."""
+        """Return the number of unfinished copies."""
         return len(self._all)
 
     def __iter__(self) -> Iterator[Transfer]:
-        """Yield all transfers, oldest first; some may be dropped meanwhile."""
+        """Yield all transfers, oldest first; the caller may drop some meanwhile."""
         return iter(list(self._all))
 
     def begin_move(self, sequence: TokenSequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
         """Begin to move the home of ``segment`` to R-worker ``target``, with ``num_blocks`` blocks.
-
-        These may be more than the segment has, so that it can grow there. If another R-worker has a copy, all copies
-        keep their number.
+        These may be more blocks than the segment has, so that it can grow there. If another R-worker has a copy, all
+        copies keep their number of blocks.
         """
         num_blocks = num_blocks if len(segment.copies) == 1 else segment.num_blocks
         return self._begin(Transfer(sequence, segment, segment.home, target, num_blocks, segment.home))
@@ -180,13 +175,15 @@ class TransfersUnderWay:
         return transfer
 
     def grow(self, transfer: Transfer, num_blocks: int) -> None:
-        """Reserve ``num_blocks`` more on the target, since the segment grew."""
+        """Reserve ``num_blocks`` more blocks on the target R-worker of ``transfer``, since the segment grew."""
         self._holdings.make_room(transfer.target, num_blocks)
         self._workers[transfer.target].grow(num_blocks)
         transfer.num_blocks += num_blocks
 
     def advance(self, transfer: Transfer) -> bool:
-        """Count the next piece as copied; return True if the copy is complete and now like any other."""
+        """Count the next piece as copied.
+        If the copy is then complete, add it to the segment's copies and return True.
+        """
         transfer.num_copied += transfer.num_tokens
         sequence, segment = transfer.sequence, transfer.segment
         if transfer.num_copied < segment.num_tokens:
@@ -205,7 +202,7 @@ class TransfersUnderWay:
         return True
 
     def drop(self, transfer: Transfer) -> None:
-        """Drop what was copied."""
+        """Drop the tokens that ``transfer`` has copied, free its blocks on the target R-worker, and end it."""
         worker = self._workers[transfer.target]
         worker.give_back(transfer.num_blocks, ())
         if transfer.num_copied:
@@ -213,19 +210,19 @@ class TransfersUnderWay:
         self._all.remove(transfer)
 
     def drop_of(self, sequence: TokenSequence) -> None:
-        """Drop the transfers of ``sequence``, which gives up its cache."""
+        """Drop all transfers of ``sequence``, which gives up its cache."""
         for transfer in self:
             if transfer.sequence is sequence:
                 self.drop(transfer)
 
     def cut(self, segment: Segment, num_tokens: int) -> None:
-        """Drop a transfer of ``segment`` that has copied tokens beyond ``num_tokens``, which are wrong."""
+        """Drop transfers of ``segment`` that have copied more than ``num_tokens`` tokens; later ones are wrong."""
         for transfer in self:
             if transfer.segment is segment and transfer.num_copied > num_tokens:
                 self.drop(transfer)
 
     def redirect(self, segment: Segment, worker: int) -> None:
-        """Continue a transfer of ``segment`` from another copy, if any, since R-worker ``worker`` has none any more."""
+        """Continue transfers of ``segment`` from another copy, since R-worker ``worker`` has none any more."""
         for transfer in [each for each in self._all if each.segment is segment]:
             if not segment.copies:
                 self.drop(transfer)

@@ -1,4 +1,4 @@
-"""What remains of sequences after the loss of an R-worker: all, some segments, or nothing."""
+"""The effect of an R-worker's loss on sequences: they keep all tokens, some segments, or nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Damage(NamedTuple):
-    """The sequences that a loss affects.
-
-    Some hold nothing any more. Some have several segments, of which a few must be recomputed. For the rest, no block is
-    free to continue.
+    """The sequences that must recompute tokens after a loss.
+    ``whole``: they hold no cached tokens any more. ``broken``: they have several segments, of which some must be
+    recomputed. ``starved``: no block is free for them to continue.
     """
 
     whole: list[TokenSequence]
@@ -22,26 +21,24 @@ class Damage(NamedTuple):
 
 
 class Losses:
-    """Removes a lost R-worker's data from the store, and the last step's rows that may have attended there."""
+    """Removes a lost R-worker's copies from the store, and the last step's rows that may have attended there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._residents = store.residents
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """Return the sequences that lost something with R-workers ``workers``.
-
-        They lost tokens that had no other copy, or their last rows, which attended there.
+        """Return the ids of sequences that lost cached tokens with R-workers ``workers``.
+        These are tokens without another copy, or the last step's rows if they attended there.
         """
         attended = {each for worker in workers for each in self._attended_on(worker)}
         held = {each.sequence_id: each for worker in workers for each in self._residents.on(worker)}
         return [each for each, it in held.items() if each in attended or _loses_some(it, set(workers))]
 
     def lose(self, worker: int) -> Damage:
-        """Remove the lost R-worker ``worker``; return the damage.
-
-        The last rows that attended there are wrong. Exception: the sequence has a full copy elsewhere and attended
-        nothing there. A prompt that others store in full continues with their copies.
+        """Remove the lost R-worker ``worker``; return the sequences that must recompute tokens.
+        The last step's rows that attended there are wrong. Exception: the sequence has a full copy elsewhere and
+        attended on that copy. A prompt that other R-workers store in full continues with their copies.
         """
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
@@ -76,7 +73,7 @@ class Losses:
         return Damage(whole, broken, starved)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return the sequences whose last rows attended on ``worker``, with their cached tokens before these rows."""
+        """Return how many tokens sequences had cached before their last rows, if these attended on ``worker``."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
@@ -86,28 +83,26 @@ class Losses:
         return found
 
     def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
-        """Recompute the cached tokens of ``sequence`` beyond ``num_sound``; return False without room.
-
+        """Drop the tokens of ``sequence`` beyond ``num_sound``, so that they are recomputed; return False without room.
         The sequence has one segment.
         """
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
             self._residents.compute_again(sequence)
-        if sequence.sequence_id in self._residents.decoding:  # drafts have blocks of their own
+        if sequence.sequence_id in self._residents.decoding:  # drafts have additional blocks
             num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
         return self._store.cut(tail, num_sound, num_blocks)
 
     def _break(self, sequence: TokenSequence, worker: int, num_sound: int) -> bool:
         """Turn ``sequence``, of several segments, back into a prompt whose first missing segment is computed next.
-
-        Its other segments stay. Return False if there is no room.
+        Segments on other R-workers stay. Return False if there is no room.
         """
         has_room = True
         decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
         decoded &= len(sequence.output_token_ids) > 0  # otherwise its first token was lost with the segment
         self._residents.compute_again(sequence)
         self._store.prefixes.leaders.stop(sequence)
-        sequence.num_prefill = sequence.num_tokens - decoded  # one output token is not cached
+        sequence.num_prefill = sequence.num_tokens - decoded  # the last output token is not cached
         self._store.lose(sequence, worker)
         for segment in sequence.segments:
             most = segment.num_blocks
@@ -123,5 +118,5 @@ class Losses:
 
 
 def _loses_some(sequence: TokenSequence, workers: set[int]) -> bool:
-    """Return whether only R-workers ``workers`` hold some segment of ``sequence``."""
+    """Return whether ``sequence`` has a segment of which only R-workers ``workers`` hold copies."""
     return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

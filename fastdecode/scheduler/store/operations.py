@@ -1,4 +1,4 @@
-"""Operations that policies decide one after another. The store carries out each before the next is decided."""
+"""Operations that policies return one after another. The store carries out each before the policy continues."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from fastdecode.scheduler.store.holdings import Transfer
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Refresh:
-    """Bring the rows of decoding sequences up to date, in their order."""
+    """Update the table rows of decoding sequences, and restore their order."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SetFollowersAside:
-    """Take sequences out of the queue's front that wait for a prefix which another sequence computes."""
+    """Set aside the sequences at the front of the queue that wait for a prefix which another sequence computes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Close:
-    """Release what is kept for ``sequence`` alone, since it cannot continue anywhere."""
+    """Release the prefixes that are kept for ``sequence`` alone, since it cannot continue from them."""
 
     sequence: TokenSequence
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Begin:
-    """Start the head of the queue in ``segments``, from ``hit``.
-
+    """Start ``sequence``, the first in the queue, in ``segments``, from the cached prefix ``hit``.
     ``second``: the R-worker of a second copy; -1 for none.
     """
 
@@ -46,10 +45,9 @@ class Begin:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attend:
-    """Choose the attending holders.
-
-    Tails of ``rows`` attend on their second copy if ``on_second``, bool [n], is true. Closed segments ``swapped``
-    attend on their other holder, which becomes their home.
+    """Set which of two holders attends each segment in the next step.
+    Tails of table rows ``rows`` attend on their second copy if ``on_second``, bool [n], is true. Closed segments
+    ``swapped`` attend on their other holder, which becomes their home.
     """
 
     rows: np.ndarray
@@ -59,7 +57,7 @@ class Attend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeRoom:
-    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer is whether it has."""
+    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer is False if it has not."""
 
     worker: int
     num_blocks: int
@@ -67,7 +65,7 @@ class MakeRoom:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grow:
-    """Give each of these table rows ``num_blocks`` more blocks."""
+    """Reserve ``num_blocks`` more blocks for the tail of each table row in ``rows``."""
 
     rows: np.ndarray
     num_blocks: int = 1
@@ -83,7 +81,7 @@ class Extend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Preempt:
-    """Take the cache of ``sequence``, and queue it by its age."""
+    """Drop the cache of ``sequence``, and queue it by its age."""
 
     sequence: TokenSequence
 
@@ -100,7 +98,6 @@ class GiveUpCopy:
 @dataclass(frozen=True, eq=False, slots=True)
 class Move:
     """Begin to move ``segment`` to R-worker ``target`` in one piece, with ``num_blocks`` blocks.
-
     The answer is the transfer.
     """
 
@@ -112,8 +109,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopySegment:
-    """Begin to copy ``segment`` to R-worker ``target``.
-
+    """Begin to make a copy of ``segment`` on R-worker ``target``.
     At the end R-worker ``drops`` drops its copy; -1 for none. The answer is the transfer.
     """
 
@@ -125,7 +121,7 @@ class CopySegment:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GrowTransfer:
-    """Reserve ``num_blocks`` more blocks on the target of ``transfer``."""
+    """Reserve ``num_blocks`` more blocks on the R-worker to which ``transfer`` copies a segment."""
 
     transfer: Transfer
     num_blocks: int
@@ -133,7 +129,7 @@ class GrowTransfer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopyNext:
-    """Set the next piece of ``transfer`` to ``num_tokens`` tokens."""
+    """Set the length of the next piece that ``transfer`` copies to ``num_tokens`` tokens."""
 
     transfer: Transfer
     num_tokens: int
@@ -141,7 +137,7 @@ class CopyNext:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DropTransfer:
-    """Drop what was copied."""
+    """Drop the tokens that ``transfer`` has copied, and end it."""
 
     transfer: Transfer
 

@@ -1,4 +1,4 @@
-"""The sequences with a cache: which compute a prompt and its next rows, which decode, and which use scratch."""
+"""The sequences with a cache: those that compute a prompt, those that decode, and their use of scratch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 
 class Residents:
-    """``prompts``: sequences whose prompt is in computation, in the order of their start.
-
-    ``decoding``: the others. ``table``: the progress of both. ``scratch_free``: prompt tokens that fit the S-worker's
-    scratch. ``left_scratch``: those that freed their scratch before their prompt was computed.
+    """The sequences with a cache on R-workers.
+    ``prompts``: sequences whose prompt is being computed, in the order of their start. ``decoding``: the others.
+    ``table``: the progress of both. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
+    ``left_scratch``: ids of sequences that freed their scratch before their prompt was computed.
     """
 
     def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
@@ -44,11 +44,11 @@ class Residents:
         return tails - sum(it.tail.twice and not all(each.twice for each in it.segments) for it in self.table.several())
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """Return the sequences with a part on R-worker ``worker``, oldest first."""
+        """Return the sequences with a segment on R-worker ``worker``, oldest first."""
         return sorted(self.table.on(worker), key=lambda sequence: sequence.sequence_id)
 
     def prompt_loads(self, num_workers: int) -> np.ndarray:
-        """Return the KV tokens that each R-worker will attend for prompts that attend there: int64 [num_workers]."""
+        """Return the KV tokens that each R-worker will attend for prompts in progress: int64 [num_workers]."""
         loads = np.zeros(num_workers, np.int64)
         for prompt in self.prompts.values():
             for each in prompt.segments if prompt.attends_in_prompt else ():
@@ -62,8 +62,8 @@ class Residents:
         """
         tail, start, closed = sequence.tail, sequence.num_cached, []
         count = min(most, self.table.segment_tokens - tail.num_tokens)
-        # Most rows of a prompt chunk times ranges that it attends in. A range answers each row and head with float32
-        # numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most 256 MiB of them per layer.
+        # Most rows of a prompt chunk times segments that it attends in. A segment answers each row and head with
+        # float32 numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most 256 MiB of them per layer.
         most_partial_results = 2048
         if sequence.num_closed and sequence.attends_in_prompt:
             count = min(count, max(1, most_partial_results // (1 + sequence.num_closed)))
@@ -86,7 +86,7 @@ class Residents:
         )
 
     def enter(self, sequence: TokenSequence, may_use_scratch: bool) -> None:
-        """Add ``sequence`` as a prompt; it uses the scratch if it may and there is room."""
+        """Add ``sequence`` as a prompt. It uses scratch if ``may_use_scratch`` and there is room."""
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
         sequence.uses_scratch = may_use_scratch and sequence.num_prefill <= self.scratch_free
@@ -94,31 +94,31 @@ class Residents:
             self.scratch_free -= sequence.num_prefill
 
     def decode(self, sequence: TokenSequence) -> None:
-        """Let ``sequence`` decode from now on."""
+        """Record that ``sequence`` has its prompt cached and decodes."""
         if self.prompts.pop(sequence.sequence_id, None):
             self.leave_scratch(sequence)
         self.decoding[sequence.sequence_id] = sequence
         self.table.decode(sequence)
 
     def fork(self, parent: TokenSequence) -> None:
-        """Let the siblings of ``parent``, which have table rows, decode from now on."""
+        """Record that the siblings of ``parent``, which have table rows, decode."""
         self._unborn -= len(parent.siblings)
         for sibling in parent.siblings:
             self.decode(sibling)
 
     def compute_again(self, sequence: TokenSequence) -> None:
-        """Turn ``sequence`` into a prompt without scratch, whatever it did before."""
+        """Turn ``sequence`` into a prompt without scratch, whether it decoded or not."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
     def forget_unused(self, sequence: TokenSequence) -> None:
-        """Forget cached tokens that are not part of ``sequence``: drafts accepted beyond its end."""
+        """Forget cached tokens after the end of ``sequence``: they are drafts accepted beyond its end."""
         self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Remove ``sequence``; return whether its prompt was in computation."""
+        """Remove ``sequence``; return whether its prompt was being computed."""
         self._unborn -= len(sequence.siblings)
         if self.prompts.pop(sequence.sequence_id, None):
             self._give_up_scratch(sequence)
@@ -132,7 +132,7 @@ class Residents:
         self.leave_scratch(sequence)
 
     def leave_scratch(self, sequence: TokenSequence) -> None:
-        """Free the scratch of ``sequence``."""
+        """Free the scratch that ``sequence`` uses, if any."""
         if sequence.uses_scratch:
             sequence.uses_scratch = False
             self.scratch_free += sequence.num_prefill

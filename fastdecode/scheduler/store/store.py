@@ -1,4 +1,4 @@
-"""The store of cached tokens: which R-workers hold which tokens of which sequences, and their pending controls."""
+"""The store of cached tokens: the tokens that each R-worker holds, and the controls that wait to be sent."""
 
 from __future__ import annotations
 
@@ -39,16 +39,14 @@ from fastdecode.scheduler.store.tails import Tails
 
 class Store:
     """Writes blocks, counters and controls. It decides nothing: policies read it, and return operations.
-
-    ``tails``: the segments that sequences append to. ``transfers``: copies in progress. ``adopted``, ``parked``:
-    sources of the prefix cache that others also call directly.
-
-    ``last_rows``: the rows committed last, which show what the loss of an R-worker spoils. ``num_sound``: earlier
-    cached tokens of sequences with several segments, and of those whose prompts had just arrived.
+    ``tails``: the segments that sequences append to. ``transfers``: unfinished copies. ``adopted``, ``parked``: sources
+    of the prefix cache that other parts also call directly. ``last_rows``: the last committed rows, which show what the
+    loss of an R-worker spoils. ``num_sound``: tokens cached before them, of sequences with several segments, and of
+    sequences whose prompts had just arrived.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
-        """``retains``: keep what sequences leave for others with the same beginning, if ``limits`` allow it."""
+        """``retains``: keep prefixes that sequences leave for others with the same prefix, if ``limits`` allow."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
@@ -64,7 +62,7 @@ class Store:
         self.num_sound: dict[int, int] = {}
 
     def carry_out(self, operation: Operation) -> Any:
-        """Carry out what a policy decided; return the operation's answer."""
+        """Carry out ``operation``, which a policy decided; return its answer."""
         match operation:
             case Refresh():
                 return self.table.refresh()
@@ -85,22 +83,21 @@ class Store:
 
     @property
     def pool(self) -> Pool:
-        """The present R-workers, and how many copies sequences have."""
+        """The number of present R-workers, and of sequences with one copy and with two copies."""
         held, twice = len(self.residents.prompts) + len(self.residents.decoding), self.residents.num_twice
         return Pool(len(self.workers.present), held - twice, twice)
 
     def note_rows(self, mini_batches: tuple[MiniBatch, ...], arrived: Iterable[int] = ()) -> None:
-        """Note the rows that will count as cached, and the prompts that ``arrived`` from prefill workers.
-
-        There are no rows if R-workers received only controls. The last row of an arrived prompt is computed again if
-        something else is computed, since the next token is sampled from it.
+        """Record the rows that will count as cached, and the ids of prompts that ``arrived`` from prefill workers.
+        There are no rows if R-workers received only controls. If an arrived prompt loses a segment, its last row is
+        computed again too, since the next token is sampled from it.
         """
         self.last_rows = mini_batches
         self.num_sound = self.table.cached_of_several() if mini_batches else {}
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def take_notes(self) -> Notes:
-        """Return the new facts that a later engine has to know."""
+        """Return facts about cache ids and cached tokens for the journal, recorded since the last call."""
         self.names.progress(self.residents.prompts.values())
         return self.names.take()
 
@@ -109,8 +106,7 @@ class Store:
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
     def begin(self, sequence: TokenSequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
-        """Start the prompt of ``sequence`` in ``segments``, which have copies and blocks, those of ``hit`` included.
-
+        """Start the prompt of ``sequence`` in ``segments``, which have copies and blocks, blocks of ``hit`` included.
         ``second``: the R-worker of a second copy of its only segment; -1 for none.
         """
         sequence.outputs_at_start = len(sequence.output_token_ids)
@@ -132,9 +128,8 @@ class Store:
         self.residents.enter(sequence, may_use_scratch=hit is None)
 
     def send_away(self, sequence: TokenSequence, job_id: int, places: Iterable[StoredAt]) -> None:
-        """Hand the prompt of ``sequence`` to prefill workers as job ``job_id``.
-
-        They store it at ``places``, or read there what is cached.
+        """Record that prefill workers compute the prompt of ``sequence`` as job ``job_id``.
+        R-workers reserve blocks at ``places``, where prefill workers store the prompt or read its cached prefix.
         """
         self.residents.leave_scratch(sequence)
         sequence.job_id = job_id
@@ -142,19 +137,19 @@ class Store:
             self.workers[each.r_worker].reserve(each.cache_id, each.ticket, each.end - each.start)
 
     def arrive(self, places: Iterable[StoredAt]) -> None:
-        """Count a prompt's keys and values at ``places`` as stored by prefill workers. A sequence still holds them."""
+        """Queue COMMIT controls for a prompt's keys and values that prefill workers have stored at ``places``."""
         for each in places:
             self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
 
     def finish_prompt(self, sequence: TokenSequence) -> None:
-        """Let ``sequence``, whose prompt is fully cached, decode from now on."""
+        """Record that the prompt of ``sequence`` is fully cached, and that it decodes."""
         sequence.job_id = 0
         self.prefixes.leaders.stop(sequence)
         self.prefixes.kept.keep(sequence)
         self.residents.decode(sequence)
 
     def fork_siblings(self, parent: TokenSequence) -> None:
-        """Start the siblings of ``parent`` from a shared copy of its prompt; they decode."""
+        """Start the siblings of ``parent``, which decode, from a shared copy of its prompt."""
         if not parent.siblings:
             return
         for sibling in parent.siblings:
@@ -172,7 +167,7 @@ class Store:
         parent.siblings = ()
 
     def leave(self, sequence: TokenSequence, keep: bool) -> None:
-        """Take the cache of ``sequence``; its full blocks are retained if ``keep`` and prefix caching say so."""
+        """Drop the cache of ``sequence``; retain it as a prefix if ``keep`` and prefix caching allow that."""
         if self.residents.leave(sequence):
             self.prefixes.leaders.stop(sequence)
         stays = keep and self.prefixes.leave(sequence)
@@ -191,7 +186,7 @@ class Store:
         self.transfers.redirect(segment, worker)
 
     def _attend(self, chosen: Attend) -> None:
-        """Apply the ``chosen`` attending holders to tails and closed segments."""
+        """Set the attending holders of tails and closed segments as in ``chosen``."""
         self.table.on_second[chosen.rows] = chosen.on_second
         for sequence, segment in chosen.swapped:
             segment.copies.reverse()
@@ -199,7 +194,7 @@ class Store:
         self.table.sort()
 
     def place_again(self, sequence: TokenSequence, places: Iterable[tuple[Segment, int]]) -> None:
-        """Place segments of ``sequence`` again, each on the R-worker beside it, to be recomputed."""
+        """Give lost segments of ``sequence`` a new R-worker each, as in ``places``, where they are recomputed."""
         for segment, worker in places:
             segment.copies = [Copy(worker)]
             self._holdings.take(segment, segment.copies[0])
@@ -209,17 +204,15 @@ class Store:
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
         """Drop the wrong tokens of ``segment`` beyond ``num_tokens``, and transfers that have copied some of them.
-
-        ``num_blocks`` are kept, or fewer if the result is False; see :meth:`Holdings.cut`.
+        ``num_blocks`` blocks are kept, or fewer if the result is False; see :meth:`Holdings.cut`.
         """
         has_room = self._holdings.cut(segment, num_tokens, num_blocks)
         self.transfers.cut(segment, segment.num_tokens)
         return has_room
 
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
-        """Evict what cutting ``segment`` to ``num_tokens`` tokens needs; return False if it cannot be cut there.
-
-        A state can go back only by the few rows kept beside it, and only to one exact token.
+        """Evict prefixes so that ``segment`` can be cut to ``num_tokens`` tokens; return False if it cannot.
+        A recurrent state can go back only by the few rows kept beside it, and only to one exact token.
         """
         if self.workers.sizes.rewinds:
             return True
@@ -235,7 +228,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)  # this ends a transfer without a source, under the cache id it had
+            self.transfers.redirect(segment, worker)  # ends a transfer without a source, under the old cache id
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])
@@ -243,7 +236,7 @@ class Store:
         self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
-        """Give the starting ``sequence``, of one segment, a second copy on ``worker`` from the twin of ``hit``."""
+        """Give ``sequence``, which starts in one segment, a second copy on ``worker`` from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:
             twin = hit.source.twin(hit)
@@ -257,7 +250,7 @@ class Store:
 
 
 def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfer | None:
-    """Carry out what a policy decided about copies in progress."""
+    """Carry out ``operation``, which a policy decided about unfinished copies; return a transfer that begins."""
     match operation:
         case Move(sequence, segment, target, num_blocks):
             transfer = transfers.begin_move(sequence, segment, target, num_blocks)

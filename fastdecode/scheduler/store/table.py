@@ -1,4 +1,4 @@
-"""Sequences with a cache as columns, so that planning thousands of decodes takes a few array operations."""
+"""A table of the sequences with a cache, so that planning thousands of decodes takes a few array operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class DraftColumns:
-    """``tokens``: int64 [most_rows, most_drafts]; the first ``counts`` of each row are proposed for the next step.
-
-    ``tried``, ``kept``: float64 [most_rows], decaying counts of tested and accepted drafts.
+    """The draft tokens of each table row, and their acceptance.
+    ``tokens``: int64 [most_rows, most_drafts]; the first ``counts`` of each row are proposed for the next step.
+    ``tried``, ``kept``: float64 [most_rows], decaying counts of verified and accepted drafts.
     """
 
     def __init__(self, most_rows: int, most_drafts: int) -> None:
@@ -22,16 +22,16 @@ class DraftColumns:
         self.tried, self.kept = np.zeros((2, most_rows))
 
     def open(self, row: int) -> None:
-        """Reset ``row`` for another sequence."""
+        """Reset the drafts of ``row`` for another sequence."""
         self.counts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
 
     def propose(self, row: int, token_ids: Sequence[int]) -> None:
-        """Propose ``token_ids`` for the next step of ``row``."""
+        """Propose ``token_ids`` as drafts of ``row`` in the next step."""
         self.tokens[row, : len(token_ids)] = token_ids
         self.counts[row] = len(token_ids)
 
     def forget(self, row: int) -> None:
-        """Remove the proposals for ``row``."""
+        """Remove the drafts proposed for ``row``."""
         self.counts[row] = 0
 
     def cut(self, rows: np.ndarray, counts: np.ndarray) -> None:
@@ -39,7 +39,7 @@ class DraftColumns:
         self.counts[rows] = counts
 
     def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
-        """Count a verification of ``row``. Drafts after the first rejected one were not tested."""
+        """Count a verification of the drafts of ``row``. Drafts after the first rejected one were not tested."""
         # Weight of earlier counts after another verification: about the last ten estimate a sequence's acceptance
         kept = 0.9
         self.tried[row] = kept * self.tried[row] + min(num_accepted + 1, num_tested)
@@ -47,8 +47,7 @@ class DraftColumns:
 
 
 class SequenceTable:
-    """Progress and place of the tails of sequences with a cache, one row each.
-
+    """The progress of sequences with a cache, and the R-workers of their tails, one row each.
     ``chunks``: CHUNK [most rows], the next decode of each. Its columns include ``homes`` and ``second_workers`` (the
     tail's holders, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool [most rows], whether
     the second holder attends in the next step. Segments end at multiples of ``segment_tokens``. ``prompt_lens``,
@@ -78,7 +77,7 @@ class SequenceTable:
         self._reads: dict[int, np.ndarray] = {}
 
     def open(self, sequence: TokenSequence) -> None:
-        """Give ``sequence``, which has segments, a row."""
+        """Give ``sequence``, which has segments, a row of the table."""
         row = self._free.pop()
         self.chunks["sequence_id"][row], self.on_second[row] = sequence.sequence_id, False
         self.prompt_lens[row], self.max_tokens[row] = len(sequence.prompt_token_ids), sequence.max_tokens
@@ -105,11 +104,11 @@ class SequenceTable:
             self._reads[row] = np.array([(0, each.home, each.cache_id, each.start) for each in closed], READ)
 
     def decode(self, sequence: TokenSequence) -> None:
-        """Let ``sequence`` decode from the next refresh on."""
+        """Let ``sequence`` decode after the next refresh."""
         self._added[sequence.row] = None
 
     def stop(self, sequence: TokenSequence) -> None:
-        """Stop ``sequence`` from decoding from the next refresh on."""
+        """Stop ``sequence`` from decoding after the next refresh."""
         if self._added.pop(sequence.row, self) is self:
             self._stopped[sequence.row] = True
 
@@ -124,7 +123,7 @@ class SequenceTable:
         sequence.segments, sequence.num_closed, sequence.table, sequence.row = [], 0, None, -1
 
     def refresh(self) -> None:
-        """Drop the rows that stopped, append new ones, and restore the order."""
+        """Remove the rows of sequences that stopped decoding, append new ones, and restore the order of ``rows``."""
         stopped = self._stopped[self.rows]
         if self._added or stopped.any():
             self.rows = np.append(self.rows[~stopped], np.array(list(self._added), np.int64))
@@ -133,34 +132,34 @@ class SequenceTable:
         self.sort()
 
     def sort(self) -> None:
-        """Restore the order: by attending R-worker, longest context first."""
+        """Restore the order of ``rows``: by attending R-worker, then longest context first."""
         key = (self.attending(self.rows) << 40) - self.num_cached[self.rows]
         if (key[1:] < key[:-1]).any():
             self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted, so this is linear
 
     def sequence(self, row: int) -> TokenSequence:
-        """Return the sequence of a row in use."""
+        """Return the sequence of ``row``. Raise KeyError if the row is not in use."""
         found = self.sequences[row]
         if found is None:
             raise KeyError(f"row {row} is not in use")
         return found
 
     def several(self) -> list[TokenSequence]:
-        """Return the sequences of several segments."""
+        """Return the sequences with several segments."""
         return [self.sequence(row) for row in self._several]
 
     def on(self, worker: int) -> list[TokenSequence]:
-        """Return the sequences with a part on R-worker ``worker``, in no order."""
+        """Return the sequences with a segment on R-worker ``worker``, in no order."""
         rows = np.flatnonzero((self.homes == worker) | (self.second_workers == worker)).tolist()
         more = [row for row in self._several if self.sequence(row).is_on(worker)]
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
-        """Return the attending R-workers of the tails of ``rows``; int64 [n]."""
+        """Return the R-worker that attends the tail of each of ``rows``; int64 [n]."""
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return ``counts`` of ``rows`` summed by the R-workers of their tails; int64 [num_workers]."""
+        """Return the sum of ``counts``, one per row, over the tails that each R-worker holds; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
@@ -169,7 +168,7 @@ class SequenceTable:
         return held.astype(np.int64)
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
-        """Return the output tokens of decoding sequences, all cached except the last; int64 [n]."""
+        """Return the number of output tokens of each decoding row, all cached except the last; int64 [n]."""
         return self.num_cached[rows] - self.prompt_lens[rows] + 1
 
     def advance(self, rows: np.ndarray | int, num_tokens: int = 1) -> None:
@@ -177,15 +176,15 @@ class SequenceTable:
         self.num_cached[rows] += num_tokens
 
     def tail_lens(self, rows: np.ndarray) -> np.ndarray:
-        """Return the cached tokens of the tails of ``rows``; int64 [n]."""
+        """Return the number of cached tokens in the tail of each of ``rows``; int64 [n]."""
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens the tails of ``rows`` may grow, regardless of free blocks; int64 [n]."""
+        """Return how many tokens the tail of each of ``rows`` may grow, regardless of free blocks; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
-        """Return READ records of the closed segments of ``rows``, with their positions in ``rows``, in order."""
+        """Return READ records of the closed segments of ``rows``, in order; ``chunk`` is the index in ``rows``."""
         if not self._reads:
             return NO_READS
         found = {}
@@ -204,7 +203,7 @@ class SequenceTable:
         return loads
 
     def cached_of_several(self) -> dict[int, int]:
-        """Return the cached tokens of each sequence of several segments."""
+        """Return the number of cached tokens of each sequence with several segments, by id."""
         return {int(self.chunks["sequence_id"][row]): int(self.num_cached[row]) for row in self._several}
 
     def loads_on(self, worker: int, rows: np.ndarray) -> np.ndarray:
@@ -214,7 +213,7 @@ class SequenceTable:
         return loads + self.segment_tokens * np.bincount(reads["chunk"][reads["worker"] == worker], minlength=len(rows))
 
     def mini_batch(self, rows: np.ndarray) -> MiniBatch:
-        """Return the next chunks of ``rows``, with their tokens: the last one, and drafts."""
+        """Return the next decodes of ``rows`` as a mini-batch, with their last tokens and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
         if swapped.any():  # within a step, `worker` attends and `copy` also stores

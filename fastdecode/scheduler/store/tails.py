@@ -1,4 +1,4 @@
-"""Tails: the segments that sequences append to, and how they advance, grow and are replaced."""
+"""Tails: the segments to which sequences append, and how they advance, grow and are replaced."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 
 class Tails:
-    """Counts what sequences append: tokens, blocks, and the sequences that append on each R-worker."""
+    """Counts the tokens and blocks that sequences append, and the sequences that append on each R-worker."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings, ids: CacheIds, names: Names) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
         self._ids, self._names = ids, names
 
     def advance(self, rows: np.ndarray) -> None:
-        """Count the next token of each of these table rows as cached."""
+        """Count the next token of each of the table rows ``rows`` as cached."""
         self._table.advance(rows)
 
     def advance_prompt(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Count ``num_tokens`` more of the prompt of ``sequence`` as cached."""
+        """Count ``num_tokens`` more prompt tokens of ``sequence`` as cached."""
         self._table.advance(sequence.row, num_tokens)
         self.go_on(sequence)
 
@@ -34,7 +34,7 @@ class Tails:
             self.set_tail(sequence, sequence.num_closed + 1)
 
     def set_tail(self, sequence: TokenSequence, num_closed: int) -> None:
-        """Make the segment after the first ``num_closed`` the tail of ``sequence``."""
+        """Make the segment after the first ``num_closed`` segments the tail of ``sequence``."""
         self.count(sequence, -1)
         sequence.num_closed = num_closed
         self._table.put(sequence)
@@ -49,7 +49,9 @@ class Tails:
         self.go_on(sequence)
 
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
-        """Give each of these table rows ``num_blocks`` more blocks; a negative number frees blocks."""
+        """Reserve ``num_blocks`` more blocks for the tail of each of the table ``rows``.
+        A negative number frees blocks.
+        """
         self._table.num_blocks[rows] += num_blocks
         for worker, count in enumerate(self._table.count_held(rows, num_blocks, len(self._workers)).tolist()):
             self._workers[worker].grow(count)
@@ -63,13 +65,13 @@ class Tails:
         self.grow(np.array([sequence.row]), -surplus)
 
     def fill_prompt(self, sequence: TokenSequence) -> None:
-        """Count all of the prompt of ``sequence`` as cached, since prefill workers stored it."""
+        """Count the whole prompt of ``sequence`` as cached, since prefill workers have stored it."""
         while sequence.in_prompt:
             end = sequence.tail.start + self._table.segment_tokens
             self._table.num_cached[sequence.row] = min(end, sequence.num_prefill)
             self.go_on(sequence)
 
     def count(self, sequence: TokenSequence, count: int) -> None:
-        """Add ``count`` to the number of sequences that append on each R-worker of ``sequence``."""
+        """Add ``count`` to the number of appending sequences of each R-worker that holds the tail of ``sequence``."""
         for worker in sequence.tail.workers:
             self._workers[worker].num_sequences += count
