@@ -1,4 +1,4 @@
-"""Timing on a machine whose speed drifts, and straight lines through the results.
+"""Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
 Each measurement alternates with an anchor. This module does not know what it times: it gets callables.
 """
@@ -17,7 +17,7 @@ MOST_DRIFT = 0.05
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds, and the range from the 10th to the 90th percentile divided by the median."""
+    """A measured time: the median in seconds, and the range from the 10th to the 90th percentile over the median."""
 
     seconds: float
     spread: float
@@ -37,20 +37,20 @@ class Steadied:
     tries: int
 
     def measured(self, column: int) -> Measured:
-        """Return one column scaled to the anchor's reference speed."""
+        """Return the median and spread of sample column ``column``, scaled to the anchor's reference speed."""
         return summary(self.samples[:, column] / self.drift)
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A short call whose time tells the machine's speed. ``reference_seconds``: its time at the beginning."""
+    """A short call whose time shows the machine's speed. ``reference_seconds``: its time before all measurements."""
 
     call: Callable[[], float]
     reference_seconds: float
 
     @staticmethod
     def of(call: Callable[[], float], times: int = 3) -> Anchor:
-        """Return an anchor whose reference is the median of some calls."""
+        """Return an anchor whose reference is the median time of ``times`` calls of ``call``."""
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
@@ -61,7 +61,7 @@ class Anchor:
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Return the present time over the reference."""
+        """Time the call now; return its seconds over ``reference_seconds``."""
         return self.call() / self.reference_seconds
 
 
@@ -92,13 +92,13 @@ def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_t
 
 
 def summary(seconds: np.ndarray) -> Measured:
-    """Return the median and spread of samples."""
+    """Return the median and spread of the samples ``seconds``."""
     low, median, high = np.quantile(seconds, (0.1, 0.5, 0.9))
     return Measured(float(median), float((high - low) / abs(median)) if median else 0.0)
 
 
 def most_moved(found: Sequence[Steadied]) -> float:
-    """Return the largest relative change of an anchor."""
+    """Return the largest relative change of an anchor, ``moved``, in ``found``."""
     return max(each.moved for each in found)
 
 

@@ -24,9 +24,9 @@ class Deployment:
     """How a model is run.
 
     ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
-    ``r_workers_per_core``: R-workers pinned to the same cores, which take turns. ``num_ranks``: S-worker processes that
+    ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker processes that
     share the model, each with this many threads and R-workers, all on ``cores`` cores of this machine.
-    ``longest_context``: for an index, contexts are spread evenly up to it; 0 means that all is read.
+    ``longest_context``: contexts of a model with an index spread evenly up to this length; 0: rows read all tokens.
     """
 
     s_threads: int
@@ -47,14 +47,14 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """Threads of S and of R over all ranks of this machine, at most the number of cores."""
+        """Numbers of S-worker and of R-worker threads on this machine, over all ranks; each at most its cores."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """The present slowness of the S-part and the R-part relative to the time of the profile."""
+    """How many times slower the S-part and the R-part are now than when the profile was measured."""
 
     s_part: float = 1.0
     r_part: float = 1.0
@@ -63,9 +63,9 @@ class Drift:
 def deployed_step_model(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift = Drift()
 ) -> StepModel:
-    """Return the seconds of any step of ``shape`` in this deployment.
+    """Return a model that predicts the seconds of any step of the model ``shape`` in ``deployment``.
 
-    Raise ProfileError if the profile lacks figures for it.
+    Raise ProfileError if ``profile`` lacks measurements for this deployment.
     """
     here = deployment.on_this_machine
     num_ranks = deployment.num_ranks
@@ -90,7 +90,7 @@ def deployed_step_model(
 def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
-    """Return states kept by the S-worker, which advances them like a local R-worker with the same threads."""
+    """Return the cost of recurrent states on the S-worker: that of a local R-worker with as many threads; or None."""
     if shape.own_states is None:
         return None
     seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
@@ -98,9 +98,9 @@ def _states_here(
 
 
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """Return the R-part of one rank.
+    """Return the times of attention (the R-part) for one rank's R-workers.
 
-    With an index, rows read a part of the context, and the index's keys are scanned.
+    In a model with an index, a row reads a part of the context, and scans all keys of the index.
     """
     rows = _rows_r_part(profile, shape, kv_dtype, deployment)
     here = deployment.on_this_machine
@@ -121,9 +121,9 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
 
 
 def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """Return the R-part of one rank whose rows read everything.
+    """Return the R-part of one rank if every row reads its whole context.
 
-    R-workers of several ranks on this machine read at the same time. Together they are as fast as one with all heads
+    R-workers of several ranks on this machine read at the same time. Together they are as fast as one with all KV heads
     and the threads of all. Each holds the latents.
     """
     num_ranks, own = deployment.num_ranks, rank_shape(shape, deployment.num_ranks)
@@ -142,13 +142,13 @@ def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: 
 
 
 def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
-    """Return the identity for a profile made here and now. ``device_name``: the S-worker's GPU, if any."""
+    """Return the identity of this machine and version for a profile. ``device_name``: the S-worker's GPU, if any."""
     cores = f"{cpu_name()}, {os.cpu_count()} cores"
     return MachineIdentity(socket.gethostname(), device_name or cores, r_worker, isa, __version__)
 
 
 def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
-    """Raise ProfileError unless ``profile`` was made on this machine, by this version."""
+    """Raise ProfileError unless ``profile`` was made on the machine and by the version that ``here`` describes."""
     names = {"host": "machine", "s_worker": "S-worker", "isa": "instruction set", "fastdecode_version": "version"}
     for field, words in names.items():
         theirs, ours = getattr(profile.machine, field), getattr(here, field)

@@ -27,7 +27,7 @@ def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
 
 
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
-    """Return the R-workers that hold the cache, each ``capacity_tokens`` (C) over all layers, unrounded (eq. 9).
+    """Return how many R-workers, each with memory for ``capacity_tokens`` (C), hold the cache; unrounded (eq. 9).
 
     The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
     """
@@ -35,7 +35,7 @@ def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: flo
 
 
 def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
-    """Return the R-part's seconds of a layer and mini-batch that more R-workers do not reduce."""
+    """Return the seconds of R-part per layer and mini-batch that additional R-workers do not reduce."""
     return r_part_seconds_per_token * shared_prefix_len + call_seconds
 
 
@@ -48,7 +48,7 @@ def balanced_r_workers(
     call_seconds: float = 0.0,
     row_seconds: float = 0.0,
 ) -> float:
-    """Return the R-workers whose R-part takes as long as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
+    """Return how many R-workers make the R-part as fast as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
 
     This solves eq. 10, the R-part's seconds of one layer and mini-batch: B·S·R/(2P) with ``mean_context`` = S/2. Beyond
     the paper, every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
@@ -74,7 +74,7 @@ def micro_batch_size(in_flight: float, output_len: float, interval_steps: float)
 
 
 def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
-    """Return the tokens attended in the worst step of the schedule.
+    """Return the largest number of cached tokens that one step of the load-stabilizing schedule attends to.
 
     W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts.
     """
@@ -82,7 +82,7 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
-    """Return F, about a 32nd of a sequence's steps, such that whole sequences start together: S·M/B.
+    """Return F, the steps between starts: about ``output_len`` / 32, such that whole sequences start together: S·M/B.
 
     A fraction of a sequence cannot start, and the next whole number would promise more sequences than are in flight.
     """
@@ -111,7 +111,7 @@ def roofline_step_seconds(
     flops_per_second: float,
     bytes_per_second: float,
 ) -> float:
-    """Return the least seconds of a decode step with ``batch_size`` sequences. Rates are of all chips together.
+    """Return the least seconds of a decode step of ``batch_size`` sequences; give the rates of all chips together.
 
     batch·KV/bandwidth + max(2·batch·parameters/FLOPs, parameter bytes/bandwidth): "All About Transformer Inference"
     (part 7 of the scaling book), "Theoretical Step Time (General)".
@@ -122,7 +122,7 @@ def roofline_step_seconds(
 
 
 def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_bytes_per_sequence: float) -> int:
-    """Return how many sequences' KV fits beside the weights.
+    """Return how many sequences' KV caches fit in ``memory_bytes`` together with the weights.
 
     Return 0 if the weights alone do not fit ("What about memory?").
     """
@@ -130,7 +130,7 @@ def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_byte
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest of 0 … ``most`` that ``meets``, assuming that 0 does. It doubles, then bisects."""
+    """Return the largest integer up to ``most`` for which ``meets`` is true (0 must be), by doubling and bisection."""
     high = 1
     while high <= most and meets(high):
         high *= 2
@@ -148,7 +148,7 @@ def token_budget(
     tile_tokens: int = TILE_TOKENS,
     most_tokens: int = 1 << 20,
 ) -> int:
-    """Return τ: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``.
+    """Return τ, in tokens: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``.
 
     ``target_seconds`` is the time between tokens. ``step_time`` must not fall with more tokens. A PlanError says by how
     much one tile is too slow.

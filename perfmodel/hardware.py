@@ -12,27 +12,27 @@ from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
 
 FLOPS_EFFICIENCY = 0.62
-"""Part of nominal 16-bit tensor FLOP/s that large products reach, from the FastDecode paper's A10."""
+"""Fraction of nominal 16-bit tensor FLOP/s that large matrix products reach, from the FastDecode paper's A10."""
 
 GPU_READ_EFFICIENCY = 0.8
-"""Part of nominal GPU memory bandwidth that is reached.
+"""Fraction of nominal GPU memory bandwidth that reading a KV cache is assumed to reach.
 
-No paper gives it; the value favours the GPU-only alternative.
+No paper gives this figure; the value favours the GPU-only alternative.
 """
 
 A10_WEIGHT_EFFICIENCY = 0.46
-"""FastDecode's T(1) of 1.46 ms for the 402 MB of a 7B layer, launches included, against 600 GB/s."""
+"""Fraction of 600 GB/s that T(1) in FastDecode's paper reaches: 402 MB of a 7B layer in 1.46 ms, launches included."""
 
 CPU_READ_EFFICIENCY = 0.645
 """FastDecode's R-part on Epyc 7452: 132 GB/s of KV per socket of 205 nominal; its figures lie between 0.64 and 0.72."""
 
 GROUP_SIZES = (1, 4, 8, 32)
-"""Query heads per KV head in the columns below."""
+"""Numbers of query heads per KV head at which the R-worker kernels below were measured."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A vendor's figure and the part of it that is reached. The field's name has the unit.
+    """A vendor's nominal rate and the fraction of it that programs reach. The name of the field it is in has the unit.
 
     ``measured``: the efficiency was measured on this very hardware; otherwise it is assumed, and ``source`` says why.
     """
@@ -48,7 +48,7 @@ class Figure:
 
     @property
     def achieved(self) -> float:
-        """The rate that a plan uses."""
+        """The reached rate, which plans use: nominal times efficiency."""
         return self.nominal * self.efficiency
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ListPrice:
-    """US dollars per hour of a GPU or host, the provider of this list price, and its date."""
+    """The list price of a GPU or host in US dollars per hour, the provider, and the date."""
 
     per_hour: float
     source: str
@@ -87,11 +87,11 @@ class Gpu:
 
     @property
     def counted_name(self) -> str:
-        """The name, preceded by the number of GPUs."""
+        """The GPU's name, preceded by the number of GPUs if there are several."""
         return self.name if " x " in self.name else f"1 x {self.name}"
 
     def times(self, count: int) -> Gpu:
-        """Return ``count`` of these GPUs as one."""
+        """Return ``count`` of these GPUs as one ``Gpu`` with their summed rates and memory."""
         if count < 1:
             raise ConfigError(f"tensor_parallel_size must be at least 1, not {count}")
         rates = ("flops_per_second", "weight_bytes_per_second", "kv_bytes_per_second")
@@ -124,7 +124,7 @@ class CpuHost:
 
 
 def parse_link(text: str) -> float:
-    """Return bytes per second in one direction, from "100Gb" (bits) or "12.5GB" (bytes).
+    """Return a link's bytes per second in one direction. ``text``: "100Gb" (bits) or "12.5GB" (bytes) per second.
 
     Raise ConfigError for anything else.
     """
@@ -139,9 +139,9 @@ def parse_link(text: str) -> float:
 
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
-    """Return the KV bytes per second of ``cores`` cores; between measured groups, interpolated on logarithms.
+    """Return the KV bytes per second that attention on ``cores`` cores processes. ``group``: query heads per KV head.
 
-    Beyond the largest group, arithmetic per byte grows in proportion, and so does the time.
+    Between measured groups, interpolate on logarithms. Beyond the largest, time grows in proportion to the group.
     """
     # KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, from docs/performance.md. The core partly
     # waited for memory, so more is possible; AVX-512 was never timed.
@@ -161,7 +161,7 @@ def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
 def products_per_second(cores: int) -> float:
     """Return the float32 multiply-adds per second of the R-worker's kernels on ``cores`` cores.
 
-    The rate is that of the largest measured group.
+    This is the rate at the largest measured group, where arithmetic is the limit.
     """
     group = GROUP_SIZES[-1]
     return kernel_bytes_per_second("float32", group, cores) * group / ITEM_BYTES["float32"]

@@ -1,4 +1,4 @@
-"""Seconds of the R-part on a host given by its figures."""
+"""Computes the R-part's seconds from the nominal figures of a host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE, RPart
 def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
 ) -> RPart:
-    """Return the R-part on ``host``, whose mean attending layer reads ``row_share`` of its rows.
+    """Return the R-part on ``host``. ``row_share``: fraction of its cached rows that the mean attending layer reads.
 
     An index's keys are all scanned. Reading rows, and scanning, each take the slower of memory and arithmetic. Bytes
     per token include scales, so R falls with the KV dtype and with n_kv/n_q. Recurrent layers read and write a
@@ -43,9 +43,9 @@ def host_r_part(
 
 
 def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
-    """Return the seconds of the mean layer's call, and of each of its rows, for K and V of latents.
+    """Return the seconds, per call and per row of the mean layer, to multiply with K and V of latents on ``host``.
 
-    R-workers multiply them. A call reads heads * rank * (nope + value) weights, and each row takes as many
+    A call reads heads * rank * (nope + value) weights, and each row takes as many
     multiply-adds (DeepSeek-V2, section 2.1.2: W_UK absorbed into the query, W_UV into the output).
     """
     if shape.latent is None or not shape.latent.at_r_workers:
@@ -56,7 +56,7 @@ def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]
 
 
 def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
-    """Return the seconds of one cached token in one layer. Codes of latents are computed with as ``model_dtype``."""
+    """Return the R-part's seconds per cached token of ``layer``. Quantized latents are computed in ``model_dtype``."""
     reading = layer.token_bytes(kv_dtype) / host.read_bytes_per_second.achieved
     computing = _product_seconds(layer, kv_dtype, host, model_dtype)
     bound_by = "reads" if reading >= computing else "arithmetic"
@@ -64,7 +64,7 @@ def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) 
 
 
 def _product_seconds(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> float:
-    """Return the seconds of the multiply-adds of one row with one cached token in one layer."""
+    """Return the seconds of the multiply-adds of one query row with one cached token in ``layer``."""
     computed = model_dtype if layer.values_in_keys and is_quantized(kv_dtype) else kv_dtype
     return layer.token_bytes(computed) / kernel_bytes_per_second(
         computed, layer.multiply_adds() / layer.kv_elements, host.cores

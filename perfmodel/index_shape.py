@@ -27,18 +27,18 @@ class IndexShape:
     block: int = 128
 
     def parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer's projections."""
+        """Return how many parameters the index's projections have in one layer."""
         weighing = hidden_size * self.num_heads if self.weighs_heads else 0
         return (self.q_rank or hidden_size) * self.num_heads * self.head_dim + hidden_size * self.head_dim + weighing
 
     @property
     def layer_layout(self) -> Index:
-        """One layer's index as described to R-workers."""
+        """Return one layer's index in the form in which R-workers get its layout."""
         block = 0 if self.weighs_heads else self.block
         return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one token's keys over all layers. The keys have the model's ``dtype``."""
+        """Return the bytes of one token's index keys over all layers. ``dtype``: the model's, which the keys have."""
         return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 
@@ -62,7 +62,7 @@ def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape | None:
-    """Return the index in a transformers configuration; None if it has none.
+    """Return the sizes of the index in a transformers ``config``; None for a model without an index.
 
     Raise KeyError for a missing size.
     """
@@ -78,7 +78,7 @@ def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape |
 
 
 def _num_owners(config: Mapping[str, Any], num_layers: int) -> int:
-    """Return how many layers have their own index; the others use the picks of the layer before them."""
+    """Return how many of ``num_layers`` layers have their own index; others use the picks of the layer before them."""
     if kinds := config.get("indexer_types") or config.get("index_topk_pattern"):
         return sum(each in ("full", "F") for each in kinds)
     every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)

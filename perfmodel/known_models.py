@@ -1,4 +1,4 @@
-"""The models that are known by name."""
+"""The shapes of models that plans know by name."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ HUB_NAMES = {
     "nvidia/nemotron-h-8b": "nemotron-h-8b",
     "ibm-granite/granite-4.0-h-small": "granite-4-h-small",
 }
-"""Hub ids, without the parts that tell the tuning and its date."""
+"""Built-in names by hub id; ids are without the parts that name the tuning and its date."""
 
 
 def known_name(hub_id: str) -> str | None:
-    """Return the name here of a model with this hub id; None if it is unknown."""
+    """Return the built-in name of the model that ``hub_id`` means; None if the model is not built in."""
     plain = hub_id.lower()
     tuned = re.compile(
         r"-(instruct|chat|base|hf|it|thinking|reasoning|v0\.\d|\d{4}|fp8|original|bf16|8k|128k)(?=-|$)", re.IGNORECASE
@@ -178,7 +178,7 @@ def known_name(hub_id: str) -> str | None:
 
 
 def cached_config(hub_id: str) -> Path | None:
-    """Return the configuration for this id in the hub's local cache; None if there is none."""
+    """Return the path of ``config.json`` for ``hub_id`` in the hub's local cache; None if it is not there."""
     home = (
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
     )

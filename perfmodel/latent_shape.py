@@ -30,33 +30,33 @@ class LatentShape:
 
     @property
     def row_dim(self) -> int:
-        """Elements of a cached row: the latent, and the rotary key that all heads share."""
+        """Number of elements of a cached row: the latent, and the rotary key that all heads share."""
         return self.kv_rank + self.rope
 
     def parameters(self, hidden_size: int, num_heads: int) -> int:
-        """Return the parameters of one layer's projections, with the absorbed ones."""
+        """Return how many parameters one layer's attention projections have, those of K and V of latents included."""
         query, expanded = num_heads * (self.nope + self.rope), num_heads * (self.nope + self.value)
         queries = self.q_rank * (hidden_size + query) if self.q_rank else hidden_size * query
         outputs = (2 if self.gated else 1) * num_heads * self.value * hidden_size
         return queries + hidden_size * self.row_dim + self.kv_rank * expanded + outputs
 
     def shared_parameters(self, hidden_size: int) -> int:
-        """Return the parameters that make the latents, which all heads share."""
+        """Return how many parameters of one layer produce the latents. All heads share these."""
         return hidden_size * (self.q_rank + self.row_dim)
 
     def layer_layout(self, num_heads: int) -> Latent:
-        """Return one layer as R-workers see it, with one KV head."""
+        """Return the layout of one layer's cache on R-workers: latent rows with one KV head."""
         scale = (self.nope + self.rope) ** -0.5
         absorption = Absorption(self.nope, self.value) if self.at_r_workers else None
         return Latent(num_heads, 1, self.row_dim, self.kv_rank, scale, absorption=absorption)
 
     def absorbing_products(self, num_heads: int) -> int:
-        """Return the multiply-adds of one row's absorption in one layer: queries times K, outputs times V."""
+        """Return the multiply-adds per row and layer to multiply queries with K and outputs with V of latents."""
         return num_heads * self.kv_rank * (self.nope + self.value)
 
 
 def read_latent_shape(config: Mapping[str, Any], name: str) -> LatentShape | None:
-    """Return the latent attention in a transformers configuration; None if it has other attention.
+    """Return the sizes of latent attention in a transformers ``config``; None for models with other attention.
 
     Raise UnsupportedModelError for a variant that the equations do not cover.
     """

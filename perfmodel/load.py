@@ -1,4 +1,4 @@
-"""The load of one step: all that its cost depends on, as one value."""
+"""The load of one step: the numbers on which the cost of a step depends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastdecode.core.types import SPLIT_TOKENS
 
 
 class RangeParts(NamedTuple):
-    """Work of a step due to ranges.
+    """Additional work of a step for sequences that are split into ranges of tokens on several R-workers.
 
-    ``reads``: queries sent to closed ranges. ``partials``: partial results returned, with those of tails.
+    ``reads``: queries sent to full ranges. ``partials``: partial results that return, also from the last ranges.
     """
 
     reads: float = 0.0
@@ -43,16 +43,16 @@ class Load:
 
     @staticmethod
     def decode(rows: float, kv_tokens: float) -> Load:
-        """Return the load of a step whose rows are all sampled, without ranges and second copies."""
+        """Return the load of a decode step: all ``rows`` are sampled, and no sequence has ranges or second copies."""
         return Load(rows, rows, kv_tokens)
 
     @staticmethod
     def of(step: ScheduledStep, sampled: float, kv_tokens: float) -> Load:
-        """Return the load of a scheduled step. Drafts and shared reads determine ``sampled`` and ``kv_tokens``."""
+        """Return the load of the scheduled ``step``. The caller counts drafts and shared reads in the other two."""
         return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
-        """Return this load with the reads and partial results of ``parts``."""
+        """Return a copy of this load with ``reads`` and ``partials`` of ``parts``."""
         return replace(self, reads=parts.reads, partials=parts.partials)
 
 
@@ -62,7 +62,7 @@ def tail_partials(num_tokens: int) -> int:
 
 
 def mean_parts(num_rows: float, context: float, placing: Placing) -> RangeParts:
-    """Return reads and partial results of ``num_rows`` rows over ``context`` tokens each, averaged over tail lengths.
+    """Return the range work of ``num_rows`` rows over ``context`` tokens, averaged over lengths of the last range.
 
     Sequences are cut into ranges as ``placing`` says; the last range is the tail.
     """
@@ -113,4 +113,4 @@ def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
     if sequences_each <= 1:
         return largest / sequences_each
-    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are whole
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # no fraction of a sequence

@@ -15,7 +15,7 @@ HERE = "here"
 
 @dataclass(frozen=True)
 class MachineIdentity:
-    """The machine of these figures."""
+    """The machine, and the version of FastDecode, on which a profile was measured."""
 
     host: str
     s_worker: str
@@ -79,7 +79,7 @@ class LinkPoint:
 
 @dataclass(frozen=True)
 class HostPoint:
-    """The engine's own work in a step: scheduling and bookkeeping, and with several ranks the messages to them."""
+    """The time of the engine's own work in a step: scheduling, bookkeeping, and messages to several ranks."""
 
     num_sequences: int
     seconds: float
@@ -89,7 +89,7 @@ class HostPoint:
 
 @dataclass(frozen=True)
 class PlanPoint:
-    """Beginning and ending a step on one R-worker, with its plan and report on the link."""
+    """The time to begin and end a step on one R-worker, with sending the step's plan and receiving its report."""
 
     r_worker: str
     num_sequences: int
@@ -114,7 +114,7 @@ class ContentionPoint:
 
 @dataclass(frozen=True)
 class AnchorPoint:
-    """The time of a short S call (``part`` "s") or R call ("r").
+    """The time of a short call of the S-worker (``part`` "s") or an R-worker ("r"), which shows the machine's speed.
 
     Measured again later, it tells the machine's present speed.
     """
@@ -148,6 +148,6 @@ class PrefillPoint:
 
 
 def _check_seconds(seconds: float) -> None:
-    """Raise ProfileError unless ``seconds`` is a valid divisor for rates and drifts."""
+    """Raise ProfileError unless ``seconds`` is finite and above 0, since rates and drifts divide by it."""
     if not seconds > 0:
         raise ConfigError(f"seconds must be above 0, not {seconds!r}: work that was measured took time")

@@ -1,4 +1,4 @@
-"""Shapes of models: those known by name, and those in a transformers ``config.json``."""
+"""Finds the shape of a model by name, or reads it from a transformers ``config.json``."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mapping[str, Any]:
-    """Return the configuration with only the types of attending layers, and layer counts for the equations."""
+    """Return ``config`` reduced to its attending layers: without the types of recurrent layers, and with new counts."""
     changed: dict[str, Any] = {"num_hidden_layers": hybrid.attending + hybrid.recurrent}
     changed["layer_types"] = [each for each in config.get("layer_types") or () if each not in RECURRENT]
     if not hybrid.experts:
@@ -167,7 +167,7 @@ def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mappi
 
 
 def _beside_attention(config: Mapping[str, Any]) -> int:
-    """Return the parameters of an attending layer beyond projections and MLP.
+    """Return how many parameters an attending layer has besides its attention projections and its MLP.
 
     Zamba2 also projects queries, keys and values from the embedding. Its attending layers have a further projection,
     and adapters of a shared MLP. Shared weights count for each layer that reads them.
@@ -181,9 +181,9 @@ def _beside_attention(config: Mapping[str, Any]) -> int:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | None) -> tuple[int, ...]:
-    """Return each layer's window, or length of chunks; an index's picks count as a window.
+    """Return each layer's attention window or chunk length in tokens, 0 for none. An index's picks count as a window.
 
-    Return () if no layer has any.
+    Return () if no layer has a window.
     """
     picked = index.top_tokens if index else 0
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
@@ -204,13 +204,13 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
 
 
 def _weight_bits(config: Mapping[str, Any]) -> float:
-    """Return the bits of a layer's weight in the file; 0 if they are those of its dtype."""
+    """Return the bits per stored weight of the layers; 0 if the checkpoint is not quantized."""
     quantization = config.get("quantization_config")
     return FORMATS[format_of(quantization) or ""] if quantization else 0.0
 
 
 def _max_context(config: Mapping[str, Any]) -> int:
-    """Return the longest context in the file, with rotary scaling; 0 if it names none."""
+    """Return the longest context in ``config``, in tokens, with rotary scaling; 0 if ``config`` names none."""
     contexts = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
     longest = next((config[key] for key in contexts if isinstance(config.get(key), int)), 0)
     scaling = config.get("rope_scaling") or {}
@@ -231,7 +231,7 @@ def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 
 
 def _dense_layers(config: Mapping[str, Any]) -> int:
-    """Return the layers without experts in a model with experts."""
+    """Return how many layers of a model with experts have a dense MLP instead."""
     kinds = config.get("mlp_layer_types")
     if "moe_layers" in config:  # Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
@@ -274,6 +274,6 @@ def _dense_intermediate_size(config: Mapping[str, Any]) -> int:
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
-    """Return the file's dtype; bfloat16 if it names none that the S-worker supports."""
+    """Return the weights' dtype in ``config``; bfloat16 if ``config`` names none that the S-worker supports."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if dtype in ITEM_BYTES else "bfloat16"

@@ -1,4 +1,4 @@
-"""A transformer for plans: what a token takes in caches, on links and in states."""
+"""The shape of a transformer for plans: the bytes per token in caches and on links, and of states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelShape(ModelSizes):
     """A model as R-workers, links and S-workers see it. Its fields are those of :class:`ModelSizes`."""
 
     def with_kv_heads(self, num_kv_heads: int) -> ModelShape:
-        """Return this model with another number of KV heads."""
+        """Return a copy of this model with ``num_kv_heads`` KV heads."""
         return replace(self, num_kv_heads=num_kv_heads)
 
     def with_state_dtype(self, dtype: str) -> ModelShape:
@@ -39,7 +39,7 @@ class ModelShape(ModelSizes):
 
     @property
     def sent_share(self) -> float:
-        """Part of the layers whose rows are sent to R-workers and back."""
+        """Fraction of the layers whose rows are sent to R-workers and back."""
         return 1.0 - (self.own_states.num_layers if self.own_states else 0) / self.num_layers
 
     @property
@@ -49,26 +49,26 @@ class ModelShape(ModelSizes):
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """The number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def layer_layout(self) -> Dense | Latent:
-        """One attending layer as an R-worker sees it."""
+        """The cache layout of one attending layer on an R-worker."""
         if self.latent:
             return self.latent.layer_layout(self.num_heads)
         return Dense(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
 
     def kv_layout(self, kv_dtype: str) -> KVLayout:
-        """Return all attending layers as R-workers see them."""
+        """Return the cache layout of all attending layers on R-workers, stored as ``kv_dtype``."""
         return KVLayout((self.layer_layout,) * self.attention_layers, self.dtype, kv_dtype)
 
     def some_layers(self, number: int) -> KVLayout:
-        """Return ``number`` attending layers, whose cache has the model's dtype."""
+        """Return the cache layout of ``number`` attending layers, stored in the model's dtype."""
         return KVLayout((self.layer_layout,) * number, self.dtype, self.dtype)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Return the bytes of one token in the cache over all layers, with the keys of an index."""
+        """Return the bytes that one token takes in the KV cache over all layers, with the keys of an index."""
         return self.kv_layout(kv_dtype).kv_bytes_per_token + self._index_bytes
 
     def absorbing(self, at_r_workers: bool) -> ModelShape:
@@ -79,7 +79,7 @@ class ModelShape(ModelSizes):
         return replace(self, latent=replace(self.latent, at_r_workers=at_r_workers)) if self.latent else self
 
     def read_share(self, kv_dtype: str, row_share: float) -> float:
-        """Return the part of the cache's bytes that a step reads, if the mean layer reads ``row_share`` of the rows.
+        """Return the fraction of the cache's bytes that a step reads if the mean layer reads ``row_share`` of its rows.
 
         An index scans all of its keys.
         """
@@ -102,7 +102,7 @@ class ModelShape(ModelSizes):
 
     @property
     def appending_row_bytes(self) -> int:
-        """Bytes of k and v, or of a recurrent layer's row: what an R-worker stores."""
+        """Bytes that an R-worker stores per row and layer: those of k and v, or of a recurrent layer's row."""
         rows = self.attention_layers * self.layer_layout.kv_elements * self.item_bytes + self._index_bytes
         if self.sent_states:
             rows += self.sent_states.num_layers * self.sent_states.row_bytes(self.item_bytes)

@@ -1,4 +1,4 @@
-"""The sizes of a transformer, and the resulting parameters and bytes."""
+"""The sizes of a transformer, and the numbers of parameters and bytes that follow from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = {
     "gguf-q4_k_m": 4.85,
     "gguf-q4_0": 4.5,
 }
-"""Bits of a weight with its scales.
+"""Bits per stored weight by quantization format, with the scales.
 
 Scales are per block of 128 x 128 (fp8) or 32 (mxfp4), per group of 128 (awq, gptq), or per row (int8). GGUF's are
 llama.cpp's. Embeddings and head keep the model's dtype.
@@ -35,7 +35,7 @@ KEPT_PACKED = frozenset(("fp8", "mxfp4", "awq", "gptq", "int8"))
 
 
 def format_of(quantization: Mapping[str, Any]) -> str | None:
-    """Return the format in a ``quantization_config``; None if the equations do not cover it."""
+    """Return the key of FORMATS that a ``quantization_config`` means; None for a format that FORMATS lacks."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "compressed-tensors":
         groups = quantization.get("config_groups") or {}
@@ -111,7 +111,7 @@ class ModelSizes:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the mean layer's projections:
+        """Number of parameters of the mean layer's attention projections:
 
         2·D·H·(N + K) ("All About Transformer Inference", Question 1) for q, k, v, o.
 
@@ -129,7 +129,7 @@ class ModelSizes:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one layer's MLP, or of one expert: 3·D·F if gated (Question 1)."""
+        """Number of parameters of one layer's MLP, or of one expert: 3·D·F if gated (Question 1)."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
@@ -159,32 +159,32 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all the model's weights as stored."""
         vocabulary = self._vocabulary_parameters * self.item_bytes
         return vocabulary + round((self.parameters - self._vocabulary_parameters) * self.layer_item_bytes)
 
     @property
     def layer_item_bytes(self) -> float:
-        """Bytes per weight of a layer, with scales."""
+        """Bytes per stored weight in a layer, with the scales of quantization."""
         return self.weight_bits / 8 if self.weight_bits else self.item_bytes
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per weight, and per element of q, k, v, o."""
+        """Bytes per element of the model's dtype: of unquantized weights, and of q, k, v and o."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def attention_layers(self) -> int:
-        """Layers that attend; the others are recurrent."""
+        """The number of layers that attend; the others are recurrent."""
         return self.num_layers - (self.state.num_layers if self.state else 0)
 
     def _all_layers(self, layer_parameters: int) -> int:
-        """Return the parameters of all layers, if all but the dense ones have ``layer_parameters``."""
+        """Return the number of parameters of all layers if each layer that is not dense has ``layer_parameters``."""
         dense = self.attention_parameters + self.mlp_matrices * self.hidden_size * self.dense_intermediate_size
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     def _of_mlps(self, parameters: int) -> int:
-        """Return the MLP parameters of the mean layer, whose own MLPs have ``parameters`` besides the shared one."""
+        """Return the MLP parameters of the mean layer: layers with an MLP have ``parameters`` and the shared MLP."""
         shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
         return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 

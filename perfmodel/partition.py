@@ -1,4 +1,4 @@
-"""Cuts of a prompt for a chain of prefill workers: even, balanced by the model, searched, or from a table.
+"""Cuts a prompt into parts for a chain of prefill workers: evenly, by the model, by search, or from a table.
 
 The names are the KV-Runahead paper's: KVR-E, KVR-S and KVR-P. Parts are the rows of each worker in order. They cover
 the prompt exactly, and none is empty if there are enough tokens.
@@ -30,7 +30,7 @@ def even(num_tokens: int, num_workers: int) -> Parts:
 
 
 def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
-    """Return the parts nearest to ``fractions`` of the prompt, which add up to 1."""
+    """Return the parts, in tokens, nearest to ``fractions`` of the prompt. The fractions add up to 1."""
     ends = [round(num_tokens * part) for part in itertools.accumulate(fractions)]
     return _of_cuts(num_tokens, _in_order(ends[:-1], num_tokens))
 
@@ -38,7 +38,7 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
 def closed_form(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
-    """Return parts that end at the same time by the model, in closed form.
+    """Return the parts that, by ``model``, all workers finish at the same time; computed in closed form.
 
     After a prefix of c tokens, a layer of the first e tokens takes W(e) = a'·e + b·e²/2 with a' = a + b·c. Here a is
     for products and b for a pair. A part takes the difference of two of these. Worker i begins its first attention d_i
@@ -50,7 +50,7 @@ def closed_form(
     rows = max(num_tokens // num_workers, 1)
     per_row = model.s_part.layer_seconds(rows) / rows
     per_pair = attention.pair_seconds
-    per_row += per_pair * min(attention.tile_rows, rows) / 2  # without causality
+    per_row += per_pair * min(attention.tile_rows, rows) / 2  # add what tiles compute in spite of causality
     per_row += per_pair * context_len
     delays = _delays(model, num_tokens, num_workers, speeds, context_len)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
@@ -67,7 +67,7 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
     delays = _delays(model, num_tokens, num_workers, [1.0] * num_workers, 0)
 
     def filled(end_seconds: float) -> Parts:
-        """Return as many tokens for each worker as it computes until ``end_seconds``; the last one takes the rest."""
+        """Return parts: each worker gets the tokens it can compute by ``end_seconds``, the last one all that remain."""
         done, parts = 0, []
         for delay in delays[:-1]:
             parts.append(_most_rows(model, done, (end_seconds - delay) / model.num_layers, num_tokens - done))
@@ -86,14 +86,14 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
 
 
 def _most_rows(model: PrefillTimes, context: int, layer_seconds: float, most: int) -> int:
-    """Return how many tokens after ``context`` take at most ``layer_seconds`` per layer."""
+    """Return how many tokens (at most ``most``) after ``context`` a layer computes within ``layer_seconds``."""
     return bisect_right(range(1, most + 1), layer_seconds, key=lambda n: model.part_seconds(n, context).all)
 
 
 def _delays(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float], context_len: int
 ) -> list[float]:
-    """Return how much longer each worker waits for its first attention than the first one."""
+    """Return, per worker, the seconds by which its first attention begins later than the first worker's."""
     rows = max(num_tokens // num_workers, 1)
     before = [model.part_seconds(rows, 0, speed).before for speed in speeds]
     ready = [before[0]]
@@ -133,7 +133,7 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
-    """Return cuts that no grid over consecutive neighbours improves."""
+    """Return cuts near ``cuts`` that no grid of ``stride`` over neighbouring cuts improves. ``seconds``: their time."""
     # Cuts that one grid moves together; with more workers, grids of neighbouring cuts take turns
     cuts_together = 3
     groups = [
@@ -157,13 +157,13 @@ def _moved(cuts: tuple[int, ...], group: range, steps: Sequence[int], stride: in
 
 
 def _is_inside(cuts: Sequence[int], num_tokens: int) -> bool:
-    """Return whether every part has at least one token."""
+    """Return whether ``cuts`` give every part of ``num_tokens`` at least one token."""
     ends = (0, *cuts, num_tokens)
     return all(first < last for first, last in itertools.pairwise(ends))
 
 
 def _in_order(cuts: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the cuts, moved as little as possible so that every part has a token, if there are enough tokens."""
+    """Return ``cuts`` moved as little as possible so that every part has a token, if there are enough tokens."""
     after = len(cuts)
     kept: list[int] = []
     for place, cut in enumerate(cuts):
@@ -193,7 +193,7 @@ class PartitionEntry:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """The parts as fractions of the prompt."""
+        """Each part's length as a fraction of the prompt."""
         return tuple(part / self.num_tokens for part in self.parts)
 
 
@@ -212,11 +212,11 @@ class PartitionTable:
             known.append(entry)
 
     def knows(self, num_workers: int) -> bool:
-        """Return whether there is an entry for ``num_workers``."""
+        """Return whether the table has an entry for ``num_workers`` workers."""
         return num_workers in self._by_workers
 
     def parts(self, num_tokens: int, num_workers: int) -> Parts:
-        """Return fractions interpolated linearly between the nearest lengths; beyond the ends, those of the nearest.
+        """Return parts, with fractions interpolated linearly between the table's lengths, and constant beyond them.
 
         Raise KeyError without an entry for ``num_workers``.
         """
@@ -236,7 +236,7 @@ NO_TABLE = PartitionTable(())
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prompt's parts and times for the scheduler's policy.
+    """Predicts, for the scheduler's policy, how to cut a prompt and when each worker finishes its part.
 
     Parts come from ``table`` if it knows the number of workers and they are equally fast, else from the closed form.
     ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, which the table does
@@ -248,7 +248,7 @@ class Forecast:
     method: str = "kvr"
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> Parts:
-        """Return the tokens of each worker, in order."""
+        """Return each worker's number of tokens, in order. ``speeds``: relative speeds of the workers."""
         if context_len:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
@@ -260,7 +260,7 @@ class Forecast:
         return closed_form(self.model, num_tokens, len(speeds), speeds)
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
-        """Return when each worker is done; the last has the first token."""
+        """Return the seconds after which each worker is done. The last worker produces the first token."""
         if self.method == "tsp" and not context_len:
             return (self.model.tsp_seconds(parts, speeds),) * len(parts)
         return self.model.chain_seconds(parts, speeds, context_len)

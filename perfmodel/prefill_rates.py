@@ -1,4 +1,4 @@
-"""Times of prefill workers, from measured prompts or from a GPU's figures."""
+"""Computes the times of prefill workers from measured prompts or from a GPU's nominal figures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TILE_ROWS = 256
 """Rows of a tile of prompt attention on a CPU, in torch's kernel and in ``sworker/run/prompts.py``."""
 
 MANY_ROWS = 1 << 20
-"""Rows up to which products take the same time per row."""
+"""A number of rows so large that fixed costs vanish, to find the seconds per row of matrix products."""
 
 
 def before_share(shape: ModelShape) -> float:
-    """Return the part of a layer's products that precedes attention: q, k and v."""
+    """Return the fraction of a layer's matrix products that precede attention: those for q, k and v."""
     output_dim = shape.latent.value if shape.latent else shape.head_dim
     output_parameters = shape.hidden_size * shape.num_heads * output_dim
     return (shape.attention_parameters - output_parameters) / shape.active_layer_parameters
@@ -50,7 +50,7 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
 
 
 def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
-    """Return the bytes of one cached token in one layer; "auto" is the model's dtype."""
+    """Return the bytes of one cached token in one layer. ``kv_dtype`` "auto" means the model's dtype."""
     kv_dtype = shape.dtype if kv_dtype == "auto" else kv_dtype
     return shape.layer_layout.token_bytes(kv_dtype)
 
@@ -58,7 +58,7 @@ def stored_kv_bytes(shape: ModelShape, kv_dtype: str) -> int:
 def measured_prefill_model(
     profile: HardwareProfile, num_busy: int = 1, shape: ModelShape | None = None, kv_dtype: str = "auto"
 ) -> PrefillTimes:
-    """Return the times of prefill workers like the first measured one, while ``num_busy`` of them compute.
+    """Return times of a prefill worker like the first measured one, while ``num_busy`` workers compute.
 
     ``shape``: may have another number of layers than the profile's. A prompt of n tokens takes a·n for products, b per
     pair of its attention, and c once. Raise ProfileError if none was measured.
@@ -85,7 +85,7 @@ def measured_prefill_model(
 
 
 def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
-    """Return each measured prefill worker's speed alone, relative to the first one."""
+    """Return each measured prefill worker's speed while the others rest, relative to worker 0."""
     first = _alone(profile, 0)
     speeds = []
     for worker in sorted({point.worker for point in profile.prefill}):
@@ -96,7 +96,7 @@ def measured_speeds(profile: HardwareProfile) -> tuple[float, ...]:
 
 
 def slowdown(profile: HardwareProfile, num_busy: int) -> float:
-    """Return how many times longer a worker takes while ``num_busy`` compute, from the nearest measured number."""
+    """Return how many times slower a worker is while ``num_busy`` compute, from the nearest measured number."""
     if num_busy == 1:
         return 1.0
     measured = {point.num_busy for point in profile.prefill if point.num_busy > 1}
@@ -119,12 +119,12 @@ def measured_forecast(
 
 
 def _alone(profile: HardwareProfile, worker: int) -> dict[int, float]:
-    """Return seconds by prompt length of one worker while the others rest."""
+    """Return the seconds of a prompt on ``worker`` while the others rest, by prompt length in tokens."""
     points = (point for point in profile.prefill if point.worker == worker and point.num_busy == 1)
     return {point.num_tokens: point.seconds for point in points}
 
 
 def _link(profile: HardwareProfile) -> PrefillLink:
-    """Return one direction of the slowest measured link to R-workers."""
+    """Return the rate and latency of the slowest measured link to R-workers, in one direction."""
     way = profile.transport()
     return PrefillLink(min(way.hop_bytes_per_second, default=math.inf), way.latency_seconds / 2)

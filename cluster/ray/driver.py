@@ -111,7 +111,7 @@ class ActorGroup:
 def connect(stack: contextlib.ExitStack) -> bool:
     """Connect to the cluster of RAY_ADDRESS, or to one that runs here; return True if one was started here.
 
-    ``stack`` undoes it.
+    ``stack`` disconnects, and ends a cluster that was started.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):

@@ -103,7 +103,7 @@ class PayloadSlots:
         return self._memory[first : last + self.views(mini_batch, layer)[2].nbytes]
 
     def answer(self, mini_batch: int, layer: int) -> np.ndarray:
-        """Return the R-worker's answer: o, or the bytes from o to the last partial result."""
+        """Return the memory of the R-worker's answer: o, or the bytes from o to the last partial result."""
         views = self.views(mini_batch, layer)
         if not len(views[4]):
             return views[3]

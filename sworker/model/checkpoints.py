@@ -1,7 +1,7 @@
 """Published checkpoints with weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors.
 
-Where weights are unpacked, transformers requests one tensor after another. Each is then read, multiplied by its scales
-and rounded to the model's dtype. So beside the model, only a few tensors are in memory at a time.
+If weights are unpacked, transformers requests one tensor after another. Each tensor is then read, multiplied by its
+scales and rounded to the model's dtype. So beside the model, only a few tensors are in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fastdecode.core.machine import return_free_memory
 from fastdecode.sworker.model.formats import Layout, Layouts, check
 
 MAPPED_BYTES = 1 << 25
-"""Bytes read from a file before it is opened again, which frees its pages and those of unpacking."""
+"""Bytes read from a file before it is closed and opened again, which frees the pages that were read."""
 
 
 Codes = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""A function that reads the int8 codes of a weight, and the scale of each output."""
+"""A function that reads a weight: returns its int8 codes and the scale of each output."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is not read yet.
+    """A weight in a checkpoint's files that is not read yet.
 
-    ``weight[...]`` reads and unpacks it, which is how transformers requests tensors.
+    ``weight[...]`` reads and unpacks it; transformers requests tensors in this way.
     """
 
     read: Callable[[], torch.Tensor]
 
     def __getitem__(self, _: Any) -> torch.Tensor:
-        """Return the whole tensor; transformers never requests a part."""
+        """Read, unpack and return the whole weight; transformers never requests a part."""
         return self.read()
 
 
@@ -58,7 +58,7 @@ class Files:
         self._lock = Lock()  # transformers reads in threads if the user configures it
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor that is still in the file. Pages read from a file stay until all such tensors are gone."""
+        """Return tensor ``name``, mapped from its file. Pages that are read stay until all mapped tensors are gone."""
         file = self.places[name]
         with self._lock:
             if file != self._file or self._num_bytes > MAPPED_BYTES:
@@ -70,36 +70,36 @@ class Files:
 
 
 class Packed:
-    """The tensors of a checkpoint's files, and the weights that they make up."""
+    """The tensors of a packed checkpoint's files, and the weights that are unpacked from them."""
 
     def __init__(self, files: list[str], settings: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """``settings``: its ``quantization_config``; ``dtype``: of the weights that come out."""
+        """``settings``: the checkpoint's ``quantization_config``. ``dtype``: dtype of the unpacked weights."""
         self.files = Files(files)
         self._layouts = Layouts(self.files.places, settings)
         self._dtype = dtype
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of each packed weight by the name that a plain checkpoint has for it."""
+        """The layout of each packed weight, by the weight's name in an unpacked checkpoint."""
         found = dict(pair for name in self.files.places if (pair := self._layouts.of(name)))
         return {name: self._with_groups_that_count(layout) for name, layout in found.items()}
 
     def weights(self) -> dict[str, Weight]:
-        """Return every weight, unpacked, by the name that a plain checkpoint has for it."""
+        """Return every weight, to be unpacked when it is read, by its name in an unpacked checkpoint."""
         return {name: Weight(partial(self._made, name)) for name in self.layouts} | self.plain()
 
     def plain(self) -> dict[str, Weight]:
-        """Return the tensors that are not packed."""
+        """Return the tensors that are not packed, by name."""
         chief = {name for layout in self.layouts.values() for name in layout.names.values()}
         names = [name for name in self.files.places if name not in chief and not self._layouts.belongs(name)]
         return {name: Weight(partial(self.copied, name)) for name in names}
 
     def copied(self, name: str) -> torch.Tensor:
-        """Return a tensor apart from its file, whose packed ones would stay in memory with it."""
+        """Return a copy of tensor ``name``, so that the file can be unmapped."""
         return self.files.read(name).clone()
 
     def _with_groups_that_count(self, layout: Layout) -> Layout:
-        """Return ``layout`` without columns' groups where they are negative: then neighbours share a group."""
+        """Return ``layout`` without group numbers if they are negative; then neighbouring columns share a group."""
         groups = [leaf for leaf in layout.names if leaf.endswith("g_idx")]
         absent = {leaf for leaf in groups if bool((self.files.read(layout.names[leaf]) < 0).any())}
         return replace(layout, names={leaf: name for leaf, name in layout.names.items() if leaf not in absent})
@@ -118,9 +118,9 @@ def quantization(hf_config: Any) -> dict[str, Any]:
 
 
 def packed(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype) -> Packed | None:
-    """Return the tensors of a packed checkpoint; None for any other. ModelLoadError for a layout that is not known.
+    """Return the tensors of a packed checkpoint, None for any other. Raise ModelLoadError for an unknown layout.
 
-    ``hf_config`` is that of a plain model afterwards.
+    This removes the quantization from ``hf_config``, so that transformers makes a plain model.
     """
     settings = quantization(hf_config)
     # Kinds of checkpoints that this module unpacks
@@ -137,7 +137,7 @@ def packed(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype)
 def published_codes(model: str, revision: str | None, settings: Mapping[str, Any]) -> dict[str, Codes]:
     """Return readers of the int8 weights of a W8A8 checkpoint, by name; {} for a checkpoint of any other kind.
 
-    ``settings``: its ``quantization_config``. A reader returns codes [outputs, inputs] and float32 scales [outputs].
+    ``settings``: the ``quantization_config``. A reader returns codes [outputs, inputs], float32 scales [outputs].
     """
     groups = list((settings.get("config_groups") or {}).values())
     if settings.get("quant_method") != "compressed-tensors" or not groups or not all(map(_is_w8a8, groups)):

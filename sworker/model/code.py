@@ -1,8 +1,8 @@
-"""The seam between the S-worker and a model's code: what runs between two attention calls, whoever wrote it.
+"""The interface of a model's code to the S-worker. The code computes everything between two attention calls.
 
-transformers' code is the default, and what others are compared with. An implementation loads a checkpoint, runs packed
-rows inside a ``ModelGreenlet``, and hands every attention call to that greenlet's ``attend`` with the arguments of
-transformers' attention functions. The probe reads the layout of each layer off these calls.
+transformers' code is the default; tests compare other libraries' code with it. An implementation loads a checkpoint,
+runs packed rows inside a ``ModelGreenlet``, and calls that greenlet's ``attend`` for attention, with the arguments of
+transformers' attention functions. The probe reads each layer's layout from these calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class ModelCode(Protocol):
-    """All of a loaded model but its attention."""
+    """The code of a loaded model without its attention."""
 
     module: torch.nn.Module
     least_rows: int
-    """Rows that forwards are padded to, so that a row gets the same bits in each of them."""
+    """Least number of rows of a forward. Smaller ones are padded, so that a row always gets the same bits."""
 
     @property
     def device(self) -> torch.device:
@@ -28,18 +28,18 @@ class ModelCode(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights as they were loaded, shared ones once."""
+        """Bytes of the weights in memory as they were loaded; shared weights count once."""
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, tied ones once; of packed weights as they are packed."""
+        """Number of parameters. Tied parameters count once; packed weights count as they are packed."""
 
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return logits [len(rows), vocab_size] of tokens int64 [1, T] at positions int64 [1, T].
 
-        ``rows``: int64, all by default. Runs inside a ``ModelGreenlet``, which answers each attention call.
+        ``rows``: int64 indices of rows; None for all. Call this inside a ``ModelGreenlet``, which answers attention.
         """
 
     def of(self, module: torch.nn.Module) -> ModelCode:
@@ -48,7 +48,7 @@ class ModelCode(Protocol):
 
 @dataclass(frozen=True)
 class LoadedCode:
-    """A model's code as it was loaded: ``whole_layout`` is that of all ranks, ``digest`` tells checkpoints apart."""
+    """A loaded model. ``whole_layout``: the layout with all ranks' heads. ``digest``: a hash of the weights."""
 
     code: ModelCode
     layout: KVLayout
@@ -57,5 +57,5 @@ class LoadedCode:
 
 
 def bytes_of(module: torch.nn.Module) -> int:
-    """Return the memory of parameters and buffers, shared ones once."""
+    """Return the bytes of the parameters and buffers of ``module``; shared ones count once."""
     return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers()))

@@ -14,10 +14,10 @@ from fastdecode.sworker.model.support import probe_layers
 
 
 def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: int) -> ModelCode:
-    """Return a model's code without its layers from ``num_layers`` on; ``code`` itself is left as it is.
+    """Return the code of a model's first ``num_layers`` layers, norm and head; ``code`` is not changed.
 
-    ``layout``: the model's. ConfigError if it has no more layers than that. Raise UnsupportedModelError if its layers
-    cannot be found, or its code does not run with some of them.
+    ``layout``: the whole model's. Raise ConfigError if the model has at most ``num_layers`` layers. Raise
+    UnsupportedModelError if its layers cannot be found, or its code does not run with only some layers.
     """
     most = int(hf_config.get_text_config().num_hidden_layers)
     if num_layers >= most:
@@ -36,7 +36,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # these are not its decoder layers, or it relies on all of them
+            continue  # this list is not the decoder layers, or the code needs all layers
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(
@@ -46,7 +46,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
 
 
 def _cut(module: torch.nn.Module, path: list[str], num_layers: int) -> torch.nn.Module:
-    """Return a copy of ``module`` whose list at ``path`` keeps only its first layers."""
+    """Return a copy of ``module`` whose list of layers, at attribute path ``path``, has only ``num_layers`` layers."""
     view = copy.copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     if path:

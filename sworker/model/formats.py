@@ -16,22 +16,22 @@ from fastdecode.core.errors import ModelLoadError
 from fastdecode.sworker.model import unpack
 
 Tensors = Mapping[str, torch.Tensor]
-"""The tensors of one packed weight, by their names within the layer."""
+"""The stored tensors that together encode one packed weight, by their names within the layer."""
 
 Unpack = Callable[[Tensors, torch.dtype], torch.Tensor]
-"""Makes the weight, in a dtype, of its tensors."""
+"""A function that unpacks a weight: it takes the stored tensors and a dtype, and returns the weight."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed weight: its tensors' names in the files by their names within the layer, and what unpacks them."""
+    """One packed weight: its tensors' names in the files, by name within the layer, and the unpacking function."""
 
     unpack: Unpack
     names: dict[str, str]
 
     @property
     def is_linear(self) -> bool:
-        """True where the weight belongs to one linear layer, not to several experts."""
+        """True if the weight belongs to one linear layer; False if it has several experts."""
         return "blocks" not in self.names
 
 
@@ -39,11 +39,11 @@ class Layouts:
     """Finds the layout of each packed weight among a checkpoint's tensors."""
 
     def __init__(self, places: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-        """``places`` has the names of all tensors; ``settings`` is the ``quantization_config``."""
+        """``places``: the file of each tensor, by name. ``settings``: the checkpoint's ``quantization_config``."""
         self._places, self._settings = places, settings
 
     def of(self, name: str) -> tuple[str, Layout] | None:
-        """Return the weight's plain name and its layout where tensor ``name`` is the chief one of a packed weight."""
+        """Return (name, layout) of the packed weight whose main tensor is ``name``; None for any other tensor."""
         stem, _, leaf = name.rpartition(".")
         if leaf == "qweight":
             unpack_them = awq if self._settings.get("quant_method") == "awq" else self._gptq()
@@ -62,7 +62,7 @@ class Layouts:
         return name, Layout(self._scaled(), {"codes": name, "scales": scale} | more)
 
     def belongs(self, name: str) -> bool:
-        """Say whether a tensor is part of a packed one, or scales what is not packed here (activations, caches)."""
+        """Return whether tensor ``name`` is a part of a packed weight, or a scale of activations or caches."""
         stem = name.rpartition(".")[0]
         if any(f"{stem}.{leaf}" in self._places for leaf in ("qweight", "weight_packed")):
             return not name.endswith(".bias")
@@ -88,7 +88,7 @@ class Layouts:
 
 
 def awq(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of AWQ's "gemm" layout."""
+    """Return the weight that ``tensors`` encode in AWQ's "gemm" layout."""
     words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
 
     def part(begin: int, end: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def awq(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gptq(tensors: Tensors, dtype: torch.dtype, bits: int, plus: int) -> torch.Tensor:
-    """Return the weight of GPTQ's layout; ``plus`` is what was taken from zeros before they were stored."""
+    """Return the weight that ``tensors`` encode in GPTQ's layout. ``plus``: to be added to stored zero points."""
     words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
 
     def part(begin: int, end: int) -> torch.Tensor:
@@ -110,7 +110,7 @@ def gptq(tensors: Tensors, dtype: torch.dtype, bits: int, plus: int) -> torch.Te
 
 
 def packed_rows(tensors: Tensors, dtype: torch.dtype, bits: int) -> torch.Tensor:
-    """Return the weight of compressed-tensors' "pack-quantized" layout."""
+    """Return the weight that ``tensors`` encode in compressed-tensors' "pack-quantized" layout."""
     words, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
     rows, columns = tensors["weight_shape"].tolist()
 
@@ -123,7 +123,7 @@ def packed_rows(tensors: Tensors, dtype: torch.dtype, bits: int) -> torch.Tensor
 
 
 def mxfp4(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights of all experts of a layer, of MXFP4's blocks."""
+    """Return the weights of all experts of a layer, which ``tensors`` encode as MXFP4 blocks."""
     blocks = tensors["blocks"]
     rows = unpack.PART_ELEMENTS // (2 * blocks.shape[-1])
     made: torch.Tensor = convert_moe_packed_tensors(blocks, tensors["scales"], dtype=dtype, rows_per_chunk=rows)
@@ -131,7 +131,7 @@ def mxfp4(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
 
 
 def num_bits(settings: Mapping[str, Any]) -> int:
-    """Return the bits of compressed-tensors' weights, of which all groups must have the same."""
+    """Return the bits per weight of a compressed-tensors checkpoint; all its groups must have the same number."""
     groups = (settings.get("config_groups") or {}).values()
     bits = {int(group["weights"]["num_bits"]) for group in groups if group.get("weights")}
     if len(bits) != 1 or not bits <= {4, 8}:
@@ -140,7 +140,7 @@ def num_bits(settings: Mapping[str, Any]) -> int:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse layouts that the functions of `unpack.py` would read wrongly."""
+    """Raise an error for layouts that the functions of `unpack.py` would read wrongly."""
     method = settings["quant_method"]
     known: dict[str, dict[str, tuple[Any, ...]]] = {
         "awq": {"bits": (4, None), "version": ("gemm", None)},

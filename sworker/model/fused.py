@@ -30,10 +30,10 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FusedRows:
-    """The norms and rotary embeddings of a model that were replaced, and can be restored."""
+    """Replaces norms and rotary embeddings of a model by one-pass forms, and can restore them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Replace whatever proves equal."""
+        """Replace each norm and rotary embedding of ``model`` for which the one-pass form proves equal."""
         self.num_norms = self.num_rotary = 0
         self._replaced: list[torch.nn.Module] = []
         self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], Forward] | None] = {}
@@ -89,7 +89,7 @@ class FusedRows:
 
 
 class Rotary:
-    """``apply_rotary_pos_emb`` in one pass. Unknown cases go to the model's own function."""
+    """Computes ``apply_rotary_pos_emb`` in one pass. Arguments of unknown form go to the model's own function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -106,7 +106,7 @@ class Rotary:
 
 
 def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
-    """Return rotated ``heads`` [1, heads, T, dim], of any strides between rows."""
+    """Return ``heads`` [1, heads, T, dim] rotated by the angles of ``cos`` and ``sin``. Strides may be anything."""
     rows = rows_of(heads)
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
         rows = rows.clone(memory_format=torch.contiguous_format)  # strides between rows or heads may be anything
@@ -121,7 +121,7 @@ def _array(rows: torch.Tensor) -> Any:
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """Return whether torch's many threads are faster than one here."""
+    """Return whether ``x`` is so large that torch's threads together are faster than this module's one thread."""
     # Elements, and torch threads, up to which one thread here is faster than torch's operations on all threads
     one_thread = 1 << 18, 4
     elements, threads = one_thread
@@ -133,7 +133,7 @@ def eps_of(norm: torch.nn.Module) -> float | None:
 
 
 def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
-    """Return the form of RMSNorm that equals ``norm``; None if none does.
+    """Return a function that makes one-pass forwards for norms like ``norm``; None if no form proves equal.
 
     The forms multiply by the weight after rounding, by the weight before rounding, or by one plus the weight.
     """
@@ -151,7 +151,7 @@ def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
 
 
 def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
-    """Return the forward of ``norm`` in one pass."""
+    """Return a one-pass forward for ``norm``; rows are multiplied by weight + ``offset``."""
     dtype, eps = norm.weight.dtype, float(eps_of(norm) or 0.0)
     weight = (norm.weight.detach().float() + offset).numpy()
 

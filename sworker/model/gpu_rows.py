@@ -1,7 +1,7 @@
 """Norms, rotary embeddings and gated activations on a GPU in one launch each, where torch makes two to ten.
 
-The model's code is untouched: modules get a ``forward`` of their own. Each is held against the model's own on random
-rows first, and left out where they differ by more than rounding. Without triton nothing is replaced.
+The model's code is not changed: single modules get another ``forward``. Each is first compared with the model's own on
+random rows, and not used if they differ by more than rounding. Without triton nothing is replaced.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fastdecode.sworker.run.staging import DTYPE_NAME
 logger = logging.getLogger(__name__)
 
 NORM_FORMS = ((0.0, True), (0.0, False), (1.0, False))
-"""Forms of RMSNorm: a number added to the weight, and whether rows are rounded before they meet it."""
+"""Forms of RMSNorm: (number added to the weight, whether rows are rounded before multiplying by the weight)."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class GpuRows:
-    """The modules of a model that were replaced; they can be put back."""
+    """Replaces modules' ``forward`` by GPU kernels, and can restore them."""
 
     def __init__(self, model: torch.nn.Module, anywhere: bool = False) -> None:
-        """Replace whatever proves equal. ``anywhere``: on a CPU too, by triton's interpreter."""
+        """Replace every known module whose kernel proves equal. ``anywhere``: also on a CPU (triton's interpreter)."""
         self.counts = {"norms": 0, "rotary embeddings": 0, "gated activations": 0}
         self._replaced: list[torch.nn.Module] = []
         self._proven: dict[tuple[object, ...], Any] = {}
@@ -70,7 +70,7 @@ class GpuRows:
             self._attach("gated activations", module, _gated_forward(module) if proven else None)
 
     def _once(self, key: tuple[object, ...], prove: Callable[[], Any]) -> Any:
-        """Return what ``prove`` finds, proven once for each ``key``; None where it raises."""
+        """Return the result of ``prove``, called once for each ``key``; None if it raises an error."""
         if key not in self._proven:
             try:
                 with torch.inference_mode():
@@ -114,7 +114,7 @@ class GpuRows:
 
 
 class GpuRotary:
-    """``apply_rotary_pos_emb`` in one launch for q and one for k; what it does not know goes to the model's own."""
+    """Computes ``apply_rotary_pos_emb`` by one launch each for q and k. Unknown forms go to the model's function."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
@@ -122,7 +122,7 @@ class GpuRotary:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
-        """q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
+        """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
         from fastdecode.sworker.model.triton_rows import rotate
 
         fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))

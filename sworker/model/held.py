@@ -1,4 +1,4 @@
-"""The tensors that a model's weights lie in, packed ones as packed: their bytes, bits per weight and digest."""
+"""The tensors in which a model's weights are in memory, packed or not: their bytes, bits per weight and digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdecode.sworker.model.kept import KeptLinear
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a model's memory is made of: parts of packed ones in place of those."""
+    """Yield (name, tensor) for all weights in memory; for a packed weight, yield the tensors that encode it."""
     for name, tensor in model.named_parameters():
         parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts if getattr(tensor, part) is not None)
@@ -27,9 +27,9 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 of names, shapes and some numbers of every parameter: tells checkpoints apart, in milliseconds."""
+    """Return a SHA-256 of names, shapes and some numbers of every parameter, which identifies the checkpoint."""
     digest = hashlib.sha256()
-    # Numbers of each tensor that enter the digest
+    # How many numbers of each tensor enter the digest
     digest_numbers = 64
     for name, parameter in tensors_of(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -40,9 +40,9 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def files_digest(model: str, revision: str | None) -> str:
-    """SHA-256 of some bytes of a checkpoint's files: a format's own package may hold weights where no code looks."""
+    """Return a SHA-256 of some bytes of a checkpoint's files, for weights that only a format's package can read."""
     digest = hashlib.sha256()
-    # Places of a file, and the bytes at each
+    # Number of offsets in a file that are read, and bytes read at each
     num_places, num_bytes = 256, 64
     for name in packed_files(model, revision):
         with Path(name).open("rb") as file:
@@ -55,12 +55,12 @@ def files_digest(model: str, revision: str | None) -> str:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the model's weights as they lie in memory, packed ones as packed, shared ones once."""
+    """Return the bytes of the model's weights in memory. Packed weights count as packed, shared ones once."""
     return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(model))
 
 
 def bits_of(model: torch.nn.Module) -> float:
-    """Return the bits that a weight of the model's layers takes with its scales; 0.0 where none is packed."""
+    """Return the average bits per weight of the model's layers, with scales; 0.0 if no weight is packed."""
     kept = [(name, each) for name, each in model.named_modules() if _holds_packed(each)]
     sizes = [each.in_features * each.out_features for _, each in kept]
     bytes_of = [sum(part.numel() * part.element_size() for _, part in _own_tensors(each)) for _, each in kept]

@@ -23,14 +23,14 @@ NAME = "fastdecode_kept"
 """The name of this quantizer within transformers."""
 
 PREFIX = "packed_"
-"""The first letters of a packed tensor's name in its layer, so that none is taken for a weight."""
+"""Prefix of a packed tensor's name in its layer, so that no code takes the tensor for a weight."""
 
 
 class KeptLinear(torch.nn.Module):
-    """A linear layer whose weight is packed."""
+    """A linear layer that keeps its weight packed, and unpacks it in every forward."""
 
     def __init__(self, linear: torch.nn.Linear, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors`` say shapes and dtypes alone: loading fills the buffers."""
+        """``tensors``: give only the buffers' shapes and dtypes; loading fills the buffers later."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._layout = layout
@@ -40,16 +40,16 @@ class KeptLinear(torch.nn.Module):
         self.bias = linear.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[…, in_features] → […, out_features]."""
+        """Unpack the weight; return ``rows`` […, in_features] times it: […, out_features]."""
         return F.linear(rows, self.unpacked(rows.dtype), self.bias)
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight, [out_features, in_features]."""
+        """Return the unpacked weight, [out_features, in_features]."""
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in self._buffers.items() if tensor is not None}
         return self._layout.unpack(tensors | {"weight_shape": self._shape}, dtype)
 
     def extra_repr(self) -> str:
-        """Sizes, as ``nn.Linear`` says them."""
+        """Return the layer's sizes as ``nn.Linear`` prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
@@ -62,17 +62,17 @@ class KeptConfig(QuantizationConfigMixin):
         self.packed = packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptConfig:
-        """Itself: open files are not copied."""
+        """Return this object itself, since its open files cannot be copied."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what can be written as JSON."""
+        """Return the settings that can be written as JSON."""
         return {"quant_method": NAME}
 
 
 @register_quantizer(NAME)
 class KeptQuantizer(HfQuantizer):
-    """Puts layers that keep their weights in place of linear ones before transformers loads them."""
+    """Replaces linear layers by ``KeptLinear`` before transformers loads their weights."""
 
     requires_calibration = False
 
@@ -86,16 +86,16 @@ class KeptQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """False: there is no gradient."""
+        """False, since packed weights have no gradient."""
         return False
 
     def is_serializable(self) -> bool:
-        """False: the checkpoint itself is the form to keep."""
+        """False, since the checkpoint already has the packed form."""
         return False
 
 
 def kept_weights(packed: Packed) -> dict[str, Weight]:
-    """Return all tensors of a checkpoint by the names that the model has once its layers keep them packed."""
+    """Return all tensors of a checkpoint, by their names in the model with ``KeptLinear`` layers."""
     found = packed.plain()
     for name, layout in packed.layouts.items():
         stem = name.removesuffix(".weight")
@@ -105,7 +105,7 @@ def kept_weights(packed: Packed) -> dict[str, Weight]:
 
 
 def why_not_kept(packed: Packed, model: torch.nn.Module) -> str:
-    """Return the reason why ``model`` cannot keep a checkpoint's weights packed; "" where it can."""
+    """Return the reason why ``model`` cannot keep a checkpoint's weights packed; "" if it can."""
     modules = dict(model.named_modules())
     for name, layout in packed.layouts.items():
         module = modules.get(name.removesuffix(".weight"))
@@ -116,5 +116,5 @@ def why_not_kept(packed: Packed, model: torch.nn.Module) -> str:
 
 
 def _leaves(layout: Layout) -> dict[str, str]:
-    """The tensors that a layer keeps; its shape it knows."""
+    """Return the names of a packed weight's tensors that its layer keeps: all but the one with its shape."""
     return {leaf: name for leaf, name in layout.names.items() if leaf != "weight_shape"}

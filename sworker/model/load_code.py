@@ -11,7 +11,7 @@ from fastdecode.sworker.model.sharding import Rank
 
 
 def load_code(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
-    """Load the model that ``config`` names, or the part of ``rank``, by the library that it asks for."""
+    """Load the model that ``config`` names, or its part for ``rank``, with the library that ``config`` names."""
     if config.model_impl != "vllm":
         return transformers_code.load(config, hf_config, rank)
     from fastdecode.sworker.model import vllm_code  # vLLM takes seconds to import

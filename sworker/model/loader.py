@@ -1,4 +1,4 @@
-"""Loads an unmodified transformers causal LM whose attention is ours."""
+"""Loads an unmodified transformers causal LM that calls FastDecode's attention function."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
 def _weights_source(
     config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, str | None, dict[str, Any], packing.Packing]:
-    """Return whose ``from_pretrained`` loads, its arguments that say where weights are, and the form they take."""
+    """Return (class to call ``from_pretrained`` on, positional argument, named arguments, the weights' form)."""
     name, named = gguf.weights_source(config.model)
     loads = auto_class(hf_config.model_type)
     remote = {"trust_remote_code": config.trust_remote_code}
@@ -227,7 +227,7 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # some models compute it
+    layer_types = vars(text_config).get("layer_types")  # some models compute layer types
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
@@ -272,7 +272,7 @@ def _one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _refusing_strangers(hf_config: Any) -> Iterator[None]:
-    """Refuse models whose own attention tables do not know our name."""
+    """Raise UnsupportedModelError if a model's own table of attention classes lacks our attention's name."""
     try:
         yield
     except KeyError as error:

@@ -89,7 +89,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Check everything that can be checked before peft is imported."""
+    """Check an adapter's ``folder`` as far as possible without importing peft; raise ModelLoadError."""
     if not (folder / FILE).is_file():
         raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {FILE}, as peft saves adapters")
     if not (folder / "adapter_model.safetensors").is_file():
@@ -101,7 +101,7 @@ def _check(folder: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
-    # Features of adapters that cannot be merged into weights
+    # Settings of adapters with features that cannot be merged into weights
     not_merged = {
         "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
         "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "

@@ -1,4 +1,4 @@
-"""A stand-in for a linear layer's weight if only its packed form is kept. The weight's memory is freed."""
+"""A stand-in for the weight of a linear layer that keeps only packed weights and frees the original."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS += ["requires_grad_", "__len__", "__hash__"]
 ABOUT_ITSELF = {getattr(torch.Tensor, name).__get__ for name in FACTS} | {
     getattr(torch.Tensor, name) for name in METHODS
 }
-"""Attributes that can be answered without the values."""
+"""Tensor attributes that the stand-in answers without unpacking values."""
 
 IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda")}
 """Attributes that are false, since the stand-in represents a tensor on the CPU."""
@@ -43,7 +43,7 @@ class PackedWeight(torch.nn.Parameter):
         return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return a parameter with its own values."""
+        """Return an ordinary parameter with a copy of the unpacked values."""
         return torch.nn.Parameter(self._unpack(), requires_grad=False)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Decides whether a checkpoint's weights stay packed, how, and says why.
 
-On a GPU they stay packed wherever something computes with them: transformers' own quantizer of the format, or layers
-of ours that unpack their weight when they compute (`kept.py`). On the CPU products of plain weights are faster, so
-weights are unpacked unless ``--quantization`` names the format.
+On a GPU they stay packed if transformers has a quantizer for the format, or if our layers can unpack them in each
+forward (`kept.py`). On the CPU, products of plain weights are faster, so weights are unpacked unless
+``--quantization`` names the format.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Packing:
 
     @property
     def is_kept(self) -> bool:
-        """True where weights stay packed."""
+        """True if weights stay packed."""
         return self.how in ("theirs", "ours")
 
 
 def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packing:
-    """Return the form in which the weights of ``config``'s model are loaded; ConfigError for one that cannot be."""
+    """Return the form in which the weights of ``config``'s model are loaded. Raise ConfigError if none is possible."""
     settings = checkpoints.quantization(hf_config)
     method = str(settings.get("quant_method", ""))
     on_gpu = device.type == "cuda"
@@ -67,7 +67,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
 
 
 def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
-    """ConfigError where ``--quantization`` asks for what this checkpoint or device does not do."""
+    """Raise ConfigError if ``--quantization`` asks for a form that this checkpoint or device does not support."""
     asked = config.quantization
     if asked in (None, "unpack"):
         return
@@ -87,7 +87,7 @@ def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
 
 
 def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu: bool) -> str:
-    """The reason why weights are unpacked as they are read; "" where they may stay packed."""
+    """Return why weights must be unpacked while they are read; "" if they may stay packed."""
     if asked == "unpack":
         return "--quantization unpack was given"
     if config.tensor_parallel_size > 1:
@@ -104,7 +104,7 @@ def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu:
 
 
 def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
-    """Return why transformers' quantizer does not keep these weights packed on ``device``; "" where it does."""
+    """Return why transformers' quantizer does not keep these weights packed on ``device``; "" if it does."""
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
@@ -134,9 +134,9 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return the form that weights take after all, what ``from_pretrained`` is told of them, and whose it is.
+    """Return (the final form of the weights, arguments for ``from_pretrained``, the class to call it on).
 
-    ``skeleton`` makes the model without memory. The third is None where an automatic class loads from files.
+    ``skeleton``: makes the model without memory. The third is None if transformers' automatic class is to load.
     """
     if packing.how == "theirs":
         return packing, {"device_map": {"": device}}, None
@@ -160,21 +160,21 @@ def arguments(
 
 
 def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.Module:
-    """Return the model that ``loads`` makes, without memory."""
+    """Return the model that the class ``loads`` makes for ``hf_config``, with tensors that take no memory."""
     with torch.device("meta"):
         model: torch.nn.Module = loads.from_config(hf_config, **named)
     return model
 
 
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
-    """Log, as a warning so that it is seen, that weights stay packed, with their bytes and the reason."""
+    """Log as a warning, so that users see it, that weights stay packed, with their bytes and the reason."""
     logger.warning(
         "%s: weights in %s stay packed, %.4g GB: %s", name, packing.method, weight_bytes(model) / 1e9, packing.why
     )
 
 
 def torchao_config(kind: str, model: torch.nn.Module, device: torch.device) -> Any:
-    """Return torchao's configuration for ``kind``, int4 or int8; ConfigError where it does not fit the model."""
+    """Return torchao's configuration for ``kind``, int4 or int8. Raise ConfigError if it does not fit the model."""
     if find_spec("torchao") is None:
         raise ConfigError(f"quantization: {kind} on a GPU needs torchao: pip install 'fastdecode[packed]'")
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
@@ -190,7 +190,7 @@ def torchao_config(kind: str, model: torch.nn.Module, device: torch.device) -> A
 
 
 def torchao_arguments(kind: str, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return what has ``from_pretrained`` quantize each weight as it is read."""
+    """Return arguments that make ``from_pretrained`` quantize each weight while it is read."""
     from transformers import TorchAoConfig
 
     dense = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
@@ -200,7 +200,7 @@ def torchao_arguments(kind: str, model: torch.nn.Module, device: torch.device) -
 
 
 def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> None:
-    """Quantize random weights in place, as ``torchao_arguments`` has a checkpoint's quantized."""
+    """Quantize a model's random weights in place, in the way of ``torchao_arguments``."""
     made = torchao_config(kind, model, device)
     from torchao.quantization import quantize_
 
@@ -208,15 +208,15 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 
 def is_quantized(name: str, module: Any) -> bool:
-    """Say whether ``--quantization`` on a GPU quantizes a layer."""
-    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, and what chooses or is
-    # multiplied by R-workers
+    """Return whether ``--quantization`` on a GPU quantizes the layer ``module`` with this name."""
+    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, routers, and weights that
+    # R-workers multiply with
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)
 
 
 def planned_bits(config: EngineConfig, hf_config: Any, device: torch.device) -> float:
-    """Return the bits of a layer's weight, as ``config``'s model will hold it; 0.0 where they are its dtype's."""
+    """Return the bits per weight in the layers of ``config``'s model; 0.0 if weights are not quantized or packed."""
     if config.quantization == "int8":
         return 8.0 if device.type == "cpu" else FORMATS["int8"]
     if config.quantization == "int4":

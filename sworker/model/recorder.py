@@ -1,4 +1,4 @@
-"""Notes what a model asks of attention while a probe's forward runs."""
+"""Records a model's attention calls while a probe's forward runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recorder:
     """Answers attention calls with values, and records shapes and scoring rules."""
 
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
-        """``masks``: the forward's masks. ``sights``: tokens that each shows a query; None if no known rule fits."""
+        """``masks``: the forward's masks. ``sights``: by mask, the tokens that a query sees; None if unknown."""
         self.hf_config = hf_config
         self.layers: dict[int, Layer] = {}
         self._indexes: dict[int, Layer] = {}
@@ -74,14 +74,14 @@ class Recorder:
         return calls.answer(module, query, key, value)
 
     def _note(self, number: int, module: Any, calls: Calls, layer: Layer) -> None:
-        """Record ``layer`` as layer ``number``, or as its index."""
+        """Record ``layer`` as layer ``number``, or, if it is an index, as the index of that layer."""
         (self._indexes if layer.ranks_tokens else self.layers)[number] = layer
         self.num_calls += not layer.ranks_tokens
         if weights := calls.weights(module):
             self._weights[number] = weights
 
     def in_order(self) -> tuple[Layer, ...]:
-        """Return the layers in the order of their calls, an index before the layers that use its picks."""
+        """Return the recorded layers in the order of calls; an index comes before the layers that use its picks."""
         return tuple(layer for _, layer in self._numbered())
 
     def weights(self) -> dict[int, Weights]:
@@ -111,7 +111,7 @@ class Recorder:
         return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:
-        """Return the rule of a call's mask, which ``generate`` follows whatever window the call names."""
+        """Return which tokens ``mask`` shows to a query; a window in the call's arguments does not matter."""
         number = self._masks.find(mask)
         if number is None:
             refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
@@ -127,7 +127,7 @@ class Recorder:
             refuse(self.hf_config, "attends in both directions", "attention that is causal")
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             refuse(self.hf_config, "does not hand over one key and value per token")
-        # Arguments of attention calls that do not change our result
+        # Names of arguments of attention calls that do not change o
         harmless = frozenset(
             [
                 "dropout",

@@ -1,4 +1,4 @@
-"""Refusals of models that cannot be split into S-part and R-part, as far as the configuration tells."""
+"""Refuses models whose configuration shows that they cannot be split into S-part and R-part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_ATTENTION = (
     "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
     "rembert", "xglm",
 )  # fmt: skip
-"""Models whose own attention code has an adapter (`own_attention.py`)."""
+"""Model types with their own attention code for which `own_attention.py` has an adapter."""
 
 SUPPORTED = (
     "decoder-only causal language models whose attention goes through transformers' AttentionInterface, "
@@ -28,7 +28,7 @@ NEEDS = {
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
     "heavily_compressed_attention": "rows that stand for several tokens in the cache",
 }
-"""Kinds of layers that are not supported, and what each would take."""
+"""For each unsupported kind of layer in configurations, what support would take."""
 
 STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
 """Configuration names of layers with a state per sequence.
@@ -52,7 +52,7 @@ def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
 
 
 def check_config(hf_config: Any) -> None:
-    """Refuse what the probe cannot detect: wrong results without missing calls."""
+    """Refuse models that would give wrong results although the probe finds all attention calls."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")

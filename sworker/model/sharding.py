@@ -24,15 +24,15 @@ from fastdecode.sworker.model.shared_exchange import SharedExchange, SharedMemor
 from fastdecode.sworker.products.codes import codes_of, cut_experts, expert_codes_of
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
-"""Styles of linear layers of which a rank has a part of the outputs; the last two gather them."""
+"""Plan styles of linear layers whose outputs are split among ranks; the last two then gather all outputs."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``size`` ranks.
+    """This process's rank among ``size`` ranks, with its collective operations.
 
-    ``layers``: the process group of the layers' operations. ``near``: replaces it if all ranks compute on one machine's
-    cores.
+    ``layers``: the process group for tensors of layers. ``near``: shared memory in its place, if all ranks compute on
+    one machine's cores.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Rank:
         return message if message is not None else data.numpy().tobytes()
 
     def all_gather(self, answer: bytes, soon: bool = False) -> list[bytes]:
-        """Return the answers of all ranks in order, on every rank. ``soon``: apply the time limit of a layer."""
+        """Send ``answer`` to all ranks; return all ranks' answers in order. ``soon``: use the shorter time limit."""
         if soon and self.near:
             return self.near.gather_bytes(answer)
         own = torch.tensor([len(answer)])
@@ -88,7 +88,7 @@ class Rendezvous:
 
     def __init__(self, index: int, size: int, host: str, port: int, has_store: bool) -> None:
         self.index, self.size = index, size
-        # How long the ranks wait for each other at the start
+        # Most time that the ranks wait for each other at the start
         meeting = datetime.timedelta(minutes=5)
         self._store = dist.TCPStore(host, port, is_master=has_store, timeout=meeting, wait_for_workers=False)
         self.port = int(self._store.port)
@@ -108,12 +108,12 @@ class Rendezvous:
     def join(self, device: str, local_index: int) -> Rank:
         """Join the group. Its layers use NCCL if ``device`` has a GPU (number ``local_index``), else gloo."""
         has_gpu = device != "cpu" and torch.cuda.is_available()
-        # How long a rank waits for the next step
+        # Most time that a rank waits for the next step
         forever = datetime.timedelta(days=365)
         dist.init_process_group("gloo", store=self._store, rank=self.index, world_size=self.size, timeout=forever)
         if has_gpu:
             torch.cuda.set_device(local_index)
-        # How long a rank waits within a layer for a stalled rank
+        # Most time that a rank waits within a layer for another rank
         silence = datetime.timedelta(minutes=5)
         layers = dist.new_group(backend="nccl" if has_gpu else "gloo", timeout=silence)
         rank = Rank(self.index, self.size, layers)
@@ -143,11 +143,11 @@ def leave(rank: Rank | None = None) -> None:
 
 
 def shard(model: Any, hf_config: Any, rank: Rank) -> None:
-    """Reduce the whole ``model`` to this rank's part, which works together with the others."""
+    """Cut the whole ``model`` to this rank's part, whose forwards exchange data with the other ranks."""
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
-    # Styles of modules whose outputs are summed
+    # Plan styles of modules whose outputs are summed over ranks
     sums = ("moe_tp_experts", "all_reduce")
     # The style of an expert that every rank has whole, among experts whose outputs are summed
     identity = "moe_identity_expert"
@@ -167,7 +167,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
         elif module is not None:
             _check_style(name, style, sums)
             if expert_codes_of(module, "down_proj"):
-                continue  # their product sums over all ranks
+                continue  # the integer product itself sums over all ranks
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
@@ -204,7 +204,7 @@ def _check_style(name: str, style: str, known: Sequence[str]) -> None:
 
 
 def _untie(model: Any, plan: dict[str, str]) -> None:
-    """Give a head that is cut its own weight, if it shares the embedding's."""
+    """If ``plan`` cuts the LM head and the head shares the embedding's weight, give the head a copy."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
     if isinstance(head, torch.nn.Linear) and plan.get(name) in COLUMNS:
@@ -213,7 +213,7 @@ def _untie(model: Any, plan: dict[str, str]) -> None:
 
 def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_kv_heads: int) -> None:
     """Cut a linear layer. ``num_kv_heads``: set if ranks outnumber KV heads, so that several have the same; else 0."""
-    # Styles of linear layers of which a rank has a part of the inputs. The last two cut whole inputs.
+    # Plan styles of linear layers whose inputs are split among ranks. The last two get whole inputs and cut them.
     rows = ("rowwise", "rowwise_rep", "rowwise_split_input")
     _check_style(name, style, (*COLUMNS, *rows))
     if style in COLUMNS:
@@ -224,7 +224,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
         return
     if style != "rowwise":
         linear.register_forward_pre_hook(lambda module, args: (rank.cut(args[0], -1), *args[1:]))
-    if codes := codes_of(linear):  # its product sums over all ranks
+    if codes := codes_of(linear):  # the integer product itself sums over all ranks
         codes.cut_inputs(name, rank)
         linear.in_features = codes.codes.shape[1]
         return
@@ -236,7 +236,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
 
 
 def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``cut`` to the outputs of each of a layer's tensors."""
+    """Apply ``cut`` to the output dimension of all tensors of ``linear``."""
     codes = codes_of(linear)
     if codes:
         codes.cut_outputs(cut)
@@ -248,7 +248,7 @@ def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Te
 
 
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
-    """Cut a parameter: a part of every expert, or of a number per head.
+    """Cut parameter ``name`` to this rank's part: of each expert's weight, or of one number per head.
 
     Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. Gates and values are
     packed one after the other.
@@ -269,7 +269,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """Return [num_heads · dim, …] with each head repeated for its ranks; unchanged if ``num_heads`` is 0."""
+    """Return ``rows`` [num_heads · dim, …] with each head repeated for its ranks; unchanged if ``num_heads`` is 0."""
     if not num_heads:
         return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Ranks on one machine exchange tensors of layers through shared memory, in tens of microseconds.
+"""Lets ranks on one machine exchange tensors of layers through shared memory, in tens of microseconds.
 
 Every exchange has a number. A rank writes its part into its slot, and then the number beside it. Once all ranks have
 written the number, all parts are there. Two sets of slots alternate: who writes number n + 2 has seen n + 1 of all
@@ -22,11 +22,11 @@ import torch
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 4 << 20
 FLAG_WORDS = 16
-"""int64 words between two ranks' numbers, so that they share no cache line."""
+"""Distance in int64 words between two ranks' exchange numbers, so that they share no cache line."""
 
 
 class SharedMemory:
-    """A file of shared memory that all ranks open. Its name is removed once the first has closed it."""
+    """A file of shared memory that all ranks open. Its name is removed once the first rank has closed it."""
 
     def __init__(self, file: int, path: str, is_own: bool) -> None:
         self.file, self.path, self._is_own = file, path, is_own
@@ -51,7 +51,7 @@ class SharedMemory:
 
     @staticmethod
     def find(path: str) -> SharedMemory | None:
-        """Return the memory that another rank made; None if that is on another machine."""
+        """Open the memory that another rank made at ``path``; return it, or None on another machine."""
         try:
             return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, False)
         except OSError:
@@ -65,7 +65,7 @@ class SharedMemory:
 
 
 def whereabouts() -> str:
-    """Return this process's machine, its PID namespace, and its process id."""
+    """Return a text with this process's machine, PID namespace and process id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
 
@@ -133,14 +133,14 @@ class SharedExchange:
         return found
 
     def gather_bytes(self, answer: bytes) -> list[bytes]:
-        """Return all ranks' answers in order."""
+        """Send ``answer`` to all ranks; return all ranks' answers in rank order."""
         lengths = [int(each) for each in self.gather(torch.tensor([len(answer)]))]
         padded = torch.frombuffer(bytearray(answer.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         parts = self.gather(padded)
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def close(self) -> None:
-        """Stop watching the others; may be called twice."""
+        """Stop watching the other ranks' processes; may be called twice."""
         for each in self._descriptors:
             os.close(each)
         self._descriptors.clear()
@@ -154,7 +154,7 @@ class SharedExchange:
         return slots[:, : len(part)]
 
     def _wait(self) -> None:
-        # How often a waiting rank yields its core before it sleeps
+        # How many times a waiting rank yields its core before it sleeps
         yields = 400
         for _ in range(yields):
             if self._flags.min() >= self._number:
@@ -163,7 +163,7 @@ class SharedExchange:
         silence_seconds = 300.0
         deadline = time.monotonic() + silence_seconds
         sleep_seconds = 2e-5
-        # Sleeps between two checks that the others live
+        # Number of sleeps between two checks that the other ranks' processes live
         look_every = 100
         while True:
             for _ in range(look_every):

@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class SModel:
-    """A causal LM, loaded and probed: ``code`` runs it, ``layout`` is what R-workers are told of it, ``whole_layout``
-    what prefill workers have."""
+    """A loaded and probed causal LM. ``code`` computes it. ``layout`` describes this rank's heads to R-workers,
+    ``whole_layout`` all heads to prefill workers."""
 
     def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
-        """``rank``: the rank of tensor parallelism whose part this is; ``layout`` has that part's heads."""
+        """``rank``: the tensor-parallel rank whose part of the model is loaded; None for the whole model."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
         self.max_model_len = _max_model_len(config, hf_config)
@@ -99,12 +99,12 @@ class SModel:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that the code runs."""
+        """The torch module that ``code`` runs."""
         return self.code.module
 
     @property
     def num_parameters(self) -> int:
-        """Parameters; tied ones count once."""
+        """Number of parameters; tied parameters count once."""
         return self.code.num_parameters
 
     @property
@@ -126,7 +126,7 @@ class SModel:
         return shape.keeping_states(self._config.state_on == "s")
 
     def first_layers(self, num_layers: int) -> ModelCode:
-        """Return the code of its first layers, norm and head; see ``first_layers.first_layers``."""
+        """Return the code of the model's first ``num_layers`` layers, norm and head; see `first_layers.py`."""
         return first_layers(self.code, self._hf_config, self.layout, num_layers)
 
     def shares_tokenizer(self, config: EngineConfig) -> bool:
@@ -140,7 +140,7 @@ class SModel:
         return other.backend.get_vocab() == self.tokenizer.backend.get_vocab()
 
     def free_memory_bytes(self) -> int:
-        """Return the free memory on the model's device."""
+        """Return the free memory in bytes on the model's device."""
         return torch.cuda.mem_get_info()[0] if self.on_gpu else available_memory_bytes()
 
     def bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

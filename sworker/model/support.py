@@ -26,7 +26,7 @@ from fastdecode.sworker.run.prompts import Sight
 from fastdecode.sworker.run.staging import DTYPE_NAME
 
 MORE_ROWS = 21
-"""Rows after the first 16 in the forward that tests whether rows repeat."""
+"""Number of rows after the first 16 in the forward that tests whether a row always gets the same bits."""
 
 TOKENS = (5, 6, 6, 5, 6, 5) + (5,) * 10
 POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
@@ -34,11 +34,11 @@ POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 
 
 def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
-    """Run a packed row through a model's code and return what its attention calls said.
+    """Run packed probe rows through a model's code; return the layout that its attention calls show.
 
-    ``kv_dtype`` "auto" is the model's. UnsupportedModelError when the model does not call us exactly once per
-    layer, asks for something an R-worker does not do, or mixes rows elsewhere than in attention; ModelLoadError when
-    its weights give no finite logits.
+    ``kv_dtype`` "auto" is the model's. Raise UnsupportedModelError if the model does not call attention exactly once
+    per layer, asks for something that R-workers do not support, or mixes rows outside attention. Raise ModelLoadError
+    if its weights give no finite logits.
     """
     recorder, logits = _probe(code, hf_config)
     _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
@@ -73,10 +73,10 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
 
 
 def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Say whether ``code`` gives rows the same bits in forwards of ``counts`` rows and of more, attention apart.
+    """Return whether rows get the same bits in forwards of ``counts`` rows and of more rows, attention apart.
 
-    Products may take another order of additions among other numbers of rows; then a sequence that is computed again
-    among others rounds differently, which shows in 16 bits.
+    Matrix products may add in another order for another number of rows. Then a sequence that is recomputed in another
+    batch rounds differently, which shows in 16-bit dtypes.
     """
     num_rows = len(TOKENS) + MORE_ROWS
     vocab_size = int(hf_config.get_text_config().vocab_size)
@@ -109,7 +109,7 @@ def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # this is no product of rows
+    except Exception:  # this layer is no product of rows
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
@@ -121,7 +121,7 @@ def probe_layers(code: ModelCode, hf_config: Any) -> tuple[Layer, ...]:
 
 
 def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
-    """Run a forward over the probe row; return its record and logits. A forward over a plain text gives its masks."""
+    """Run a forward over the probe rows; return (record of its attention calls, logits)."""
     rows = MaskProbe()
     with asking_for_masks(code.module):
         recorder = Recorder(hf_config, rows, _sights(code, hf_config))
@@ -129,7 +129,7 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 
 
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
-    """Return the rule of each mask that a forward requests, in order. The forward ends at its first attention call."""
+    """Return, for each mask that a forward requests, which tokens it shows. The forward ends at its first attention."""
     length = len(TOKENS)
     # Most tokens that are embedded and projected to examine the masks of a text
     longest_text = 1 << 14
@@ -146,7 +146,7 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
 
 
 class _FirstCallError(Exception):
-    """A forward reached its first attention call, with all its masks made."""
+    """Raised when a forward reaches its first attention call, after it has made all its masks."""
 
 
 def _stop(*_: Any, **__: Any) -> NoReturn:
@@ -161,7 +161,7 @@ def _forward(
     token_ids: Sequence[int] = TOKENS,
     places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
-    """Return logits [rows, vocab] of the probe row, with attention by ``attend`` in a greenlet of ``kind``."""
+    """Return logits [rows, vocab] of the probe rows, with attention by ``attend`` in a greenlet of ``kind``."""
     tokens, positions = (torch.tensor([ids], device=code.device) for ids in (token_ids, places))
     rows = torch.tensor([0, *range(len(token_ids))], device=code.device)
     running = kind(lambda: code.logits(tokens, positions, rows), attend)

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for: of each token, and the most of any. This bounds the texts that can fit a model."""
+"""The bytes that each token stands for, and the most of any token, which bounds the text that can fit a model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as BackendTokenizer
 from fastdecode.api.text_limits import TextBound
 
 NFC_SHRINKS = 4
-"""NFC makes no UTF-8 text shorter than a quarter. The worst known case is a third (the Kelvin sign becomes K)."""
+"""Largest factor by which NFC can shorten a UTF-8 text. The worst known case is 3 (the Kelvin sign becomes K)."""
 
 
 def text_bound(backend: BackendTokenizer) -> TextBound | None:
-    """Return the most text per token; None if a token can stand for a text of any length.
+    """Return the most text that one token can stand for; None if there is no limit.
 
     A bound needs BPE over bytes, with earlier steps that drop nothing. Bytes without their own token vanish, or are
     joined to one unknown token, so they do not count. There is no bound if the tokenizer maps words to one unknown
@@ -27,7 +27,7 @@ def text_bound(backend: BackendTokenizer) -> TextBound | None:
     takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
     if shrinks is None or dropped is None or takes_spaces or not _keeps_all(told["pre_tokenizer"]):
         return None
-    if dropped and told["normalizer"] is not None:  # it may turn others into such bytes
+    if dropped and told["normalizer"] is not None:  # the normalizer may turn other bytes into bytes without a token
         return None
     spells_bytes = not told["model"].get("byte_fallback")  # each character of a token stands for one byte
     tokens = (len(token) if spells_bytes else len(token.encode()) for token in told["model"]["vocab"])
@@ -63,7 +63,7 @@ def _keeps_all(step: dict[str, Any] | None) -> bool:
 
 
 def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
-    """Return the bytes without a token; None if the model is not over bytes."""
+    """Return all byte values for which the vocabulary has no token; None if its tokens are not over bytes."""
     model, before = told["model"], told["pre_tokenizer"]
     if model["type"] != "BPE":
         return None
@@ -120,7 +120,7 @@ def _decoder_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _decoded(step: dict[str, Any], token: str) -> str:
-    """Return a token within a text after one decoder step. At the start of a text some drop a space."""
+    """Return ``token`` after decoder step ``step``, inside a text. At a text's start some steps drop a space."""
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return token.replace(step["pattern"]["String"], step["content"])
     if step["type"] == "Metaspace":

@@ -54,12 +54,12 @@ class HFTokenizer:
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
-        """The most text per token; None if there is no bound. It is read from the vocabulary once."""
+        """The most text that one token can stand for; None if there is no limit. Computed once."""
         return text_bound(self.backend)
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens' ids, by text."""
+        """The id of each special token, by the token's text."""
         added = self.backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -196,7 +196,7 @@ def check_chat_template(template: str) -> None:
         render_jinja_template([[{"role": "user", "content": "hi"}]], chat_template=template)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat_template: line {error.lineno} is no Jinja template: {error.message}") from None
-    except Exception:  # it may raise anything for this message
+    except Exception:  # transformers may raise any error for this test message
         return
 
 

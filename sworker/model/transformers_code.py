@@ -1,4 +1,4 @@
-"""The code of transformers as the S-part: loaded, quantised, cut for a rank, its products replaced, and probed."""
+"""Loads transformers' code as the S-part: quantises it, cuts it for a rank, replaces products, and probes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersCode:
-    """The code of transformers, unmodified, or changed where it proves to give the same; see ``ModelCode``."""
+    """Transformers' code of a model; parts may be replaced by faster ones that prove equal. See ``ModelCode``."""
 
     def __init__(self, module: torch.nn.Module, least_rows: int = MIN_ROWS) -> None:
         self.module = module
@@ -45,12 +45,12 @@ class TransformersCode:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of parameters, packed ones as packed."""
+        """Bytes of the parameters in memory; packed weights count as packed."""
         return weight_bytes(self.module)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def logits(
@@ -63,12 +63,12 @@ class TransformersCode:
         return logits
 
     def of(self, module: torch.nn.Module) -> TransformersCode:
-        """Return the code of a part of the module."""
+        """Return the code of ``module``, a part of this model's module."""
         return TransformersCode(module, self.least_rows)
 
 
 def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
-    """Load the model that ``config`` names, or the part of ``rank``; ConfigError, ModelLoadError or
+    """Load the model that ``config`` names, or its part for ``rank``. Raise ConfigError, ModelLoadError or
     UnsupportedModelError."""
     packed_in, form = quantization(hf_config), choose(config, hf_config, resolve_device(config.device))
     whole = load_model(config, hf_config)
@@ -89,7 +89,7 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
 
 
 def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
-    """Replace parts with faster forms, and prove by the probe that the model's code runs with them."""
+    """Replace parts of the model by faster forms; return the layout that the probe finds with these forms."""
     model = code.module
     integers = IntegerLinears(model)
     if pack_experts(model) or integers.num_layers:

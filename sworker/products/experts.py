@@ -1,6 +1,6 @@
 """Mixtures of experts in int8. Rows are grouped by expert, and no row is added to fill a group.
 
-The experts' module is not changed: transformers looks up by name who computes experts, as in `experts.py` for 16 bits.
+The experts' module is not changed: transformers looks up the experts' function by name (see `adapters/experts.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ExpertProducts:
     """The packed experts of one layer."""
 
     def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
-        """``codes`` of each part; those of an expert are freed once it is packed."""
+        """``codes``: by parameter, the codes of each expert. An expert's codes are freed once it is packed."""
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
@@ -94,7 +94,7 @@ class ExpertProducts:
         self._activation = "" if module.has_bias else activation_of(module._apply_gate, self._dtype)
 
     def forward(self, experts: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` [rows, hidden] through each row's experts ``index``, int64 [rows, k], weighted."""
+        """Return each row's weighted sum of its experts' outputs, [rows, hidden]. ``index``: int64 [rows, k]."""
         x, k, chosen = as_rows(rows), index.shape[1], index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         ends = torch.bincount(chosen, minlength=len(self._gates)).cumsum(0).tolist()
@@ -127,7 +127,7 @@ class ExpertProducts:
     def _multiply_with_ranks(
         self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
     ) -> None:
-        """Multiply with one scale per row over all ranks, and one sum, as in ``IntegerProduct``."""
+        """Multiply with ranks: each row has one scale for all ranks, and integers are summed over ranks once."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
         threads = torch.get_num_threads()
         for expert, own in groups:
@@ -143,7 +143,7 @@ class ExpertProducts:
 def integer_experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute quantized experts; see ``ExpertProducts.forward``. Others are computed without this function."""
+    """Compute quantized experts; see ``ExpertProducts.forward``. Unquantized experts do not use this function."""
     products = experts.__dict__.get(PRODUCTS)
     compute = products.forward if products else experts_forward
     found: torch.Tensor = compute(experts, hidden_states, top_k_index, top_k_weights)
@@ -162,7 +162,7 @@ def _packed(codes: list[IntegerCodes]) -> list[Any]:
 def _standing_for(
     packed: list[Any], codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
 ) -> PackedWeight:
-    """Return a stand-in for the experts' parameter."""
+    """Return a stand-in without memory for the experts' parameter; it unpacks ``packed`` if it is read."""
 
     def unpack() -> torch.Tensor:
         each = zip(packed, codes, strict=True)

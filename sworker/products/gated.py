@@ -1,6 +1,6 @@
 """Gated feed-forward layers in two calls: one product for gate and up; then activation, rotation and product of down.
 
-The module's code is not changed. It gets its own ``forward`` if that proves equal on random rows.
+The module's code is not changed. The module gets another ``forward`` if that proves equal on random rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj",
 
 
 class GatedLayers:
-    """The gated layers of a model that were replaced; they can be restored."""
+    """Replaces the ``forward`` of a model's gated layers, and can restore it."""
 
     def __init__(self, model: torch.nn.Module, linears: IntegerLinears) -> None:
-        """Replace whatever proves equal."""
+        """Replace the ``forward`` of each gated layer for which the two calls prove equal."""
         self._linears = linears
         self._replaced: list[torch.nn.Module] = []
         self._forms: dict[tuple[object, ...], str | None] = {}

@@ -1,6 +1,6 @@
 """A model's linear layers, quantized while it is loaded, and packed after ranks have cut them.
 
-A layer's code is not changed. It gets its own ``forward``, and layers that read the same rows share one product.
+A layer's code is not changed. The layer gets another ``forward``; layers that read the same rows share one product.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
 
 
 def layers_with_cut_inputs(model: Any) -> set[str]:
-    """Return the names of layers of which a rank has a part of the inputs, whatever the number of ranks."""
+    """Return the names of the layers whose inputs are split among ranks, for any number of ranks."""
     plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
@@ -122,7 +122,7 @@ class IntegerLinears:
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
-        """Products by ``id`` of the layer."""
+        """The product of each layer, by the layer's ``id()``."""
         for linears in list(_groups(model)):
             self._pack(linears)
         if self.num_layers:
@@ -150,7 +150,7 @@ class IntegerProduct(SharedProduct):
     """One integer product for layers that read the same rows."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
-        """``codes``: those of each layer, all with the same block."""
+        """``codes``: the codes of each of ``linears``, all with the same block size."""
         self._own_dtype = linears[0].weight.dtype
         self._widths = [len(each.codes) for each in codes]
         self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
@@ -197,7 +197,7 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """Multiply with one scale per row over all ranks, and one sum, so that the bits equal those of one rank."""
+        """Multiply with ranks: one scale per row for all ranks and one integer sum give the same bits as one rank."""
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
         peaks = torch.stack(rank.gather(peaks)).amax(0)

@@ -14,11 +14,11 @@ from fastdecode.sworker.products.linears import expert_counts
 
 
 class OrderedWeight(torch.nn.Parameter):
-    """A weight [outputs, inputs] whose ``F.linear`` adds in one order. Other uses are torch's."""
+    """A weight [outputs, inputs] for which ``F.linear`` adds in one fixed order. Torch handles all other uses."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> OrderedWeight:
-        """Return ``weight`` in this class; memory is shared."""
+        """Return ``weight`` as an object of this class that shares its memory."""
         ordered: OrderedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
         return ordered
 

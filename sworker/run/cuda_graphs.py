@@ -34,7 +34,7 @@ from fastdecode.sworker.run.staging import PackedRows, Staging, rows_of
 logger = logging.getLogger(__name__)
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-"""Row counts that are captured; a mini-batch is padded to the next.
+"""Row counts for which graphs are captured. A mini-batch is padded to the next larger count.
 
 With more rows, the GPU computes longer than a launch takes.
 """
@@ -49,7 +49,7 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on a separate stream, as every capture must, after all pending work."""
+        """Run the context's work on a separate CUDA stream, after all pending work; captures require such a stream."""
         gc.collect()  # during a capture, garbage collection could call into CUDA
         torch.cuda.synchronize(self._device)
         try:
@@ -63,7 +63,7 @@ class GraphRecorder:
         return torch.cuda.graph_pool_handle()
 
     def begin(self, pool: Any) -> Any:
-        """Begin a capture; return the graph, which has ``replay()`` after the capture."""
+        """Begin a capture in memory of ``pool``; return the graph, which has ``replay()`` after the capture."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads continue
         return graph
@@ -85,7 +85,7 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """The model's forward over a fixed number of rows, with one graph more than attention calls.
+    """The model's captured forward over a fixed number of rows: one more graph than attention calls.
 
     ``input_ids``, ``position_ids``: int64 [1, rows]; ``logits`` [rows, vocab].
     """
@@ -161,7 +161,7 @@ class ModelGraphs:
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
-        """Return a forward by graphs, if there are some for so many rows and all rows are decodes; else None."""
+        """Return a forward by graphs if all rows are decodes and graphs for that many rows exist; else None."""
         fitting = [count for count in self.row_counts if count >= packed.num_rows]
         if not fitting or packed.prompt_rows or packed.num_sampled != packed.num_rows:
             return None
@@ -175,7 +175,7 @@ class _Capture:
         self._code, self._recorder, self._pool = code, recorder, recorder.pool()
         self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
-        # Largest first, so that smaller ones fit into the pool that it leaves.
+        # The largest row count first, so that smaller ones fit into its memory pool
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
@@ -225,7 +225,7 @@ class _Capture:
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` static rows of a name. All layers of one shape share them."""
+        """Return the first ``count`` static rows of tensor ``name``. All layers with this shape share these rows."""
         key = (name, *shape, dtype)
         if key not in self._static:  # in the first warm-up, and so never in a graph's own memory
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)

@@ -16,7 +16,7 @@ SPIN_POLLS = 300
 """Consecutive polls before an idle S-worker sleeps between polls: some hundred microseconds."""
 
 SLEEP_SECONDS = 30e-6
-"""Seconds of such a sleep."""
+"""Seconds that an idle S-worker sleeps between two polls."""
 
 
 class CudaDevice:
@@ -38,11 +38,11 @@ class CudaDevice:
         return torch.cuda.Event(enable_timing=timing)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor on the device, allocated on the compute stream."""
+        """Return a flat tensor of ``count`` elements on the device, allocated on the compute stream."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor in page-locked host memory."""
+        """Return a flat tensor of ``count`` elements in page-locked host memory."""
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
@@ -84,7 +84,7 @@ class CudaStaging:
             transfer.phase = Phase.IDLE
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See ``Staging.send``. It first submits the rows of other mini-batches that came down meanwhile."""
+        """See ``Staging.send``. First submits rows of other mini-batches whose copies to the host have ended."""
         for transfer in self._transfers.values():
             transfer.poll()
         if mini_batch not in self._transfers:
@@ -92,7 +92,7 @@ class CudaStaging:
         self._transfers[mini_batch].send(layer, q, k, v)
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """See ``Staging.next_ready``. It waits here, since every mini-batch under way must be advanced meanwhile."""
+        """See ``Staging.next_ready``. Waits by polling, and advances all mini-batches under way meanwhile."""
         polls = 0
         while not (ready := [each for each in mini_batches if self._transfers[each].poll()]):
             polls += 1
@@ -113,7 +113,7 @@ class CudaStaging:
 
 
 class Phase(Enum):
-    """Where a mini-batch's rows are."""
+    """The stage of a mini-batch's rows between the device and the R-workers."""
 
     IDLE = "the model computes"
     SENDING = "on their way down to the host"
@@ -188,7 +188,7 @@ class _Buffer:
         self._memory = torch.empty(0)
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` elements. Growing loses the content."""
+        """Return the buffer's first ``count`` elements. If the buffer must grow, its content is lost."""
         if len(self._memory) < count or self._memory.dtype != dtype:
             self._memory = self._allocate(max(count, 2 * len(self._memory)), dtype)
         return self._memory[:count]

@@ -20,7 +20,7 @@ LINK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Measured rates in base units. ``host_bytes_per_second``: to the host's memory, in one direction."""
+    """Measured rates per second. ``host_bytes_per_second``: copies between device and host, in one direction."""
 
     name: str
     is_gpu: bool
@@ -57,7 +57,7 @@ def _flops(device: torch.device) -> float:
 
 
 def _read_rate(device: torch.device) -> float:
-    """Return the rate of a sum, which reads everything once and writes almost nothing, like products with few rows."""
+    """Return the bytes per second that a sum reads. Like products with few rows, it writes almost nothing."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
 

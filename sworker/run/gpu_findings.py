@@ -1,4 +1,4 @@
-"""The state of this machine's GPU, as ``fastdecode doctor`` tells it."""
+"""The state of this machine's GPU, which ``fastdecode doctor`` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class GpuState:
-    """The GPU that torch finds: ``name`` is "" where it finds none, ``pinned_error`` "" where pinned memory works."""
+    """The GPU that torch finds. ``name``: "" without a GPU. ``pinned_error``: "" if pinned memory works."""
 
     torch_version: str
     cuda_version: str
@@ -22,7 +22,7 @@ class GpuState:
 
 
 def gpu_state() -> GpuState:
-    """Return what torch finds, and which packages for a GPU are not installed."""
+    """Return the GPU that torch finds, and the packages for GPUs that are not installed."""
     version, cuda = torch.__version__, torch.version.cuda or torch.version.hip or ""
     if not torch.cuda.is_available():
         return GpuState(version, cuda)
@@ -32,7 +32,7 @@ def gpu_state() -> GpuState:
 
 
 def _pinned_error() -> str:
-    """Return why pinned memory does not work; "" where a copy through it comes back."""
+    """Return why pinned memory does not work; "" if data copied through it is unchanged."""
     try:
         host = torch.full((64 << 20,), 7, dtype=torch.uint8).pin_memory()
         there = host.to("cuda", non_blocking=True)

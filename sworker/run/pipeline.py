@@ -83,7 +83,7 @@ class MiniBatchForward:
         prompts: PromptAttention,
         staging: Staging | None = None,
     ) -> None:
-        """``staging``: the pipeline's; by default that of a model on the CPU."""
+        """``staging``: the pipeline's staging; by default, the staging for a model on the CPU."""
         self.mini_batch = mini_batch
         self.packed = packed
         self.layer = 0
@@ -107,7 +107,7 @@ class MiniBatchForward:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Send q, k, v, attend prompt chunks meanwhile, switch to the pipeline; return o [1, T, heads, dim]."""
+        """Send q, k, v; attend prompt chunks here; pause until R-workers answer; return o [1, T, heads, dim]."""
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
@@ -125,7 +125,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
-        """Return all rows of o in packed order; rows of padding are zero."""
+        """Return o of all rows in packed order: R-workers' rows and prompts' rows; rows of padding are zero."""
         if len(remote) == num_padded_rows:
             return remote[None]
         o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
@@ -157,7 +157,7 @@ class Pipeline:
         cores: SharedCores | None = None,
         in_order: bool = False,
     ) -> None:
-        """``staging``: that of the forwards; by default that of a model on the CPU.
+        """``staging``: the staging of the forwards; by default, the staging for a model on the CPU.
 
         ``cores``: for a model that computes on this process's cores. A thread that only queues a GPU's work loses no
         time to a busy core. ``in_order``: mini-batches take turns even if their o is not there. Ranks need this, since
@@ -226,9 +226,9 @@ class Pipeline:
             paused.append(forward)
 
     def _next(self, paused: deque[Forward]) -> Forward:
-        """Return the longest paused mini-batch whose o is there.
+        """Remove and return the longest paused mini-batch whose o can be collected.
 
-        If there is none, return the longest paused one, to wait for.
+        If no o is there, return the longest paused mini-batch; the caller then waits for its o.
         """
         waiting = [forward.mini_batch for forward in paused]
         mini_batch = waiting[0] if self.in_order else self.staging.next_ready(waiting)

@@ -47,7 +47,7 @@ class PromptScratch:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if isinstance(spec, Index):  # for later layers
+        if isinstance(spec, Index):  # an index's picks are for later layers
             self._picked[sequence_id] = picked(q, k, spec)
             return q.new_zeros((len(q), *spec.row_shapes[3]))
         if not isinstance(spec, Attending):
@@ -59,7 +59,7 @@ class PromptScratch:
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put rows at position ``start`` of a sequence and layer; return all its keys and values up to their end."""
+        """Store rows from position ``start`` on; return all keys and values of the sequence up to the last of them."""
         layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
         keys, values = layers.get(layer, (k[:0], v[:0]))
         if len(keys) < end:
@@ -69,7 +69,7 @@ class PromptScratch:
         return keys[:end], values[:end]
 
     def forget(self, sequence_id: int) -> None:
-        """Free what is kept of a sequence, if anything."""
+        """Free the keys and values that are kept for sequence ``sequence_id``, if any."""
         self._kept.pop(sequence_id, None)
 
     @property

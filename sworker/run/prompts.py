@@ -1,7 +1,7 @@
 """Prompt attention on the S-worker: a chunk attends over prompt tokens that the S-worker still holds.
 
 On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker. So a token gets the same bits as on an
-R-worker, however its prompt is cut, and sooner than from torch. On a GPU torch's attention computes it.
+R-worker, however its prompt is cut into chunks, and faster than with torch. On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device
 
 
 def sight_of(layer: Attending) -> Sight:
-    """Return the sight of a layer's queries."""
+    """Return which tokens the queries of ``layer`` see."""
     return Sight(layer.window, layer.chunked)
 
 
 MASK_ELEMENTS = 1 << 22
-"""Most elements of a mask with ALiBi biases; it limits the rows that attend at once."""
+"""Most elements of a mask with ALiBi biases, which limits how many rows attend at once."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,11 +188,11 @@ class PromptAttention(Protocol):
         """Drop the chunks of the step; no effect without an open step."""
 
     def forget(self, sequence_id: int) -> None:
-        """Free what is kept of a sequence, if anything."""
+        """Free the keys and values that are kept for sequence ``sequence_id``, if any."""
 
     @property
     def sequence_ids(self) -> tuple[int, ...]:
-        """Ids of sequences with kept tokens."""
+        """Ids of the sequences whose keys and values are kept."""
 
 
 class PromptCache:
@@ -270,7 +270,7 @@ def _spans(mini_batch: MiniBatch) -> np.ndarray:
 
 
 def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
-    """Return the rows of all chunks, concatenated."""
+    """Return the rows of ``tensor`` that belong to the chunks ``rows``, concatenated."""
     return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
 
 

@@ -17,7 +17,7 @@ from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
 
 class RandomPrompts(SWorker):
-    """An S-worker that sends random q, k and v, and draws token 1. Ranks that share a model all do so."""
+    """An S-worker that sends random q, k and v, and always samples token 1. All ranks of a model do the same."""
 
     def run(
         self,
@@ -33,7 +33,7 @@ class RandomPrompts(SWorker):
         return {sequence_id: [SampledToken(1) for _ in sampling[sequence_id]] for sequence_id in ids}
 
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
-        """Do on another rank what ``run`` does on the first."""
+        """Send random rows for ``step`` on a rank other than rank 0, as ``run`` does on rank 0."""
         self._fill(step)
 
     def _fill(self, step: ScheduledStep) -> None:

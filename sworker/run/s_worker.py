@@ -42,7 +42,7 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 class SWorker:
     """The model with its prompt scratch, staging buffers, pipeline, and CUDA graphs once captured.
 
-    ``taps``: the queries that the last step was to keep.
+    ``taps``: the queries that were kept during the last step.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SWorker:
         return tokens
 
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
-        """Compute this rank's part of a step; another rank takes the logits."""
+        """Compute this rank's part of ``step``; rank 0 samples from the logits."""
         with torch.inference_mode():
             self._run_here(step, self.forwards(step), overlap)
         self._forget_finished_prompts(step)
@@ -140,11 +140,11 @@ class SWorker:
             return logits[:-1].float().log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu()
 
     def forget(self, sequence_id: int) -> None:
-        """Free what is kept of a sequence that was aborted during its prompt."""
+        """Free the keys and values kept for sequence ``sequence_id``, which was aborted during its prompt."""
         self.prompts.forget(sequence_id)
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """Run the pipeline with the prompts that attend here; return its logits."""
+        """Run ``forwards`` with prompts that attend on the S-worker; return each mini-batch's logits."""
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             return self._run_here(step, forwards, overlap)
 
@@ -183,7 +183,7 @@ class SWorker:
     ) -> dict[int, list[SampledToken]]:
         """Return the sampled tokens by sequence.
 
-        ``logits``: [some, vocab_size] each. ``num_logits``: how many of their rows each sequence has, in order.
+        ``logits``: tensors [rows, vocab_size]. ``num_logits``: by sequence, its number of rows in them, in order.
         """
         if not num_logits:
             return {}

@@ -27,10 +27,10 @@ class PromptRows:
 
 
 class Tap(Protocol):
-    """Keeps queries of a mini-batch."""
+    """The interface of an object that keeps queries of a mini-batch's rows."""
 
     def take(self, layer: int, q: torch.Tensor) -> None:
-        """Keep what is wanted of ``q``, [rows, num_heads, query_dim], before it changes."""
+        """Copy the wanted rows of ``q``, [rows, num_heads, query_dim], before its memory is reused."""
 
 
 @dataclass(frozen=True)
@@ -138,25 +138,25 @@ class Staging(Protocol):
     """Moves tensors between an S-worker and its attention backend. The pipeline's thread calls it."""
 
     def begin_step(self) -> None:
-        """Drop what an abandoned step left under way."""
+        """Drop transfers that an abandoned step has left unfinished."""
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Start sending q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides."""
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """Return the first of ``mini_batches`` whose o can be collected; if there is none, one to wait for.
+        """Return the first of ``mini_batches`` whose o can be collected; else one whose o the caller waits for.
 
-        All of them are under way.
+        R-workers are computing for all of ``mini_batches``.
         """
 
     def collect(self, mini_batch: int) -> torch.Tensor:
         """Return o, [attending rows, num_heads, value_head_dim]; valid until ``send``.
 
-        It has the model's dtype, or is its bits.
+        It has the model's dtype, or an integer dtype with the same bits.
         """
 
     def mark(self) -> None:
-        """Mark either end of a stretch of model code, on the device's clock if it has one."""
+        """Record the time at the beginning or end of some model code, by the device's clock if it has one."""
 
     def device_seconds(self) -> float | None:
         """Return the time between this step's pairs of marks; None if the thread's own clock measures it."""

@@ -1,4 +1,4 @@
-"""torch's threads, on cores that they share with R-workers and other processes."""
+"""Controls torch's threads on cores that they share with R-workers and other processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 3e-3
-"""A caller off its core for so long within one layer's model code has waited for a descheduled thread."""
+"""Seconds off its core, within one layer's model code, that show that the caller waited for a descheduled thread."""
 
 LOSSES = 3, 16
-"""Losses, among so many calls, before threads are reduced. A busy process takes a core repeatedly, a hiccup once."""
+"""(losses, calls): that many losses in that many calls reduce the threads. A busy process causes repeated losses."""
 
 REST_SECONDS = 1.0, 16.0
-"""How long fewer threads are used before all are tried again: at first, and at most after failed trials."""
+"""Seconds with fewer threads before all are tried again: (the first time, most after failed trials)."""
 
 
 def set_threads(num_threads: int) -> None:
@@ -91,7 +91,7 @@ class SharedCores:
             self._bind(threads, itertools.repeat(cores))
 
     def _team(self) -> list[int]:
-        """Return the threads by id. Asking takes 60 µs, so it is repeated only if there may be others."""
+        """Return the ids of torch's threads. Asking takes 60 µs, so the result is kept while it stays valid."""
         key = threading.get_native_id(), self.num_threads
         if self._team_key != key:
             self._team_key, self._team_ids = key, openmp_thread_ids(self.num_threads)
@@ -101,7 +101,7 @@ class SharedCores:
         for thread, each in zip(threads, cores, strict=False):
             try:
                 os.sched_setaffinity(thread, each)
-            except ProcessLookupError:  # ended since: torch now has fewer threads
+            except ProcessLookupError:  # the thread has ended: torch now has fewer threads
                 self._team_key = None
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class SharedCores:
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        # Least part of the time that must be lost so. A smaller loss costs less than one thread fewer.
+        # Least share of the time that must be lost to reduce threads. A smaller loss costs less than a missing thread.
         lost_part = 0.3
         self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
         if sum(self._losses) >= LOSSES[0]:
@@ -127,7 +127,7 @@ class SharedCores:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """Use one thread in eight fewer, at least one; for longer if the last rest has just ended."""
+        """Use an eighth fewer threads, at least one fewer; for longer if the last such rest has just ended."""
         if self.num_threads == self._all:
             failed_at_once = now < self._rests_until + REST_SECONDS[0]
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]

@@ -143,7 +143,7 @@ def _regions(template: Any) -> Any:
 
 
 def _mark(field: Any) -> Any:
-    """Return a field that takes only the end of ``field``."""
+    """Return a template field that matches only the closing delimiter of ``field``."""
     empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
     closing = ("close_re", "close_literals", "close_literal_can_extend")
     opening = {name.replace("close", "open"): getattr(field, name) for name in closing}
@@ -204,7 +204,7 @@ class AnswerCutter:
         return found
 
     def _skip(self, delimiter: Any) -> bool:
-        """Step over ``delimiter`` if it is at the current place; return whether it was."""
+        """Skip ``delimiter`` if the answer continues with it; return whether it did."""
         match = delimiter and delimiter.match(self._text, self._at)
         if match:
             self._at = match.end()
