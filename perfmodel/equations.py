@@ -130,7 +130,7 @@ def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_byte
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest of 0 … ``most`` that ``meets``, assuming that 0 does. It doubles, then bisects."""
+    """Return the largest integer up to ``most`` for which ``meets`` is true (0 must be), by doubling and bisection."""
     high = 1
     while high <= most and meets(high):
         high *= 2

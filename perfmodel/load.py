@@ -48,7 +48,7 @@ class Load:
 
     @staticmethod
     def of(step: ScheduledStep, sampled: float, kv_tokens: float) -> Load:
-        """Return the load of a scheduled step. Drafts and shared reads determine ``sampled`` and ``kv_tokens``."""
+        """Return the load of the scheduled ``step``. The caller counts drafts and shared reads in the other two."""
         return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
@@ -62,7 +62,7 @@ def tail_partials(num_tokens: int) -> int:
 
 
 def mean_parts(num_rows: float, context: float, placing: Placing) -> RangeParts:
-    """Return reads and partial results of ``num_rows`` rows over ``context`` tokens each, averaged over tail lengths.
+    """Return the range work of ``num_rows`` rows over ``context`` tokens, averaged over lengths of the last range.
 
     Sequences are cut into ranges as ``placing`` says; the last range is the tail.
     """
@@ -113,4 +113,4 @@ def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
     if sequences_each <= 1:
         return largest / sequences_each
-    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are whole
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # no fraction of a sequence

@@ -23,7 +23,7 @@ _PART = re.compile(
 
 
 def gpu_of(words: str) -> Gpu:
-    """Return the GPU of a preset's name, or of numbers. A ConfigError names the part that is wrong."""
+    """Return the GPU that ``words`` mean: a preset, or figures with units. A ConfigError names the wrong part."""
     if not _is_numbers(words):
         return find_gpu(words)
     parts = _parts("gpu", words, ("rate", "flops", "memory"), optional=("pcie",))
@@ -35,7 +35,7 @@ def gpu_of(words: str) -> Gpu:
 
 
 def cpu_host_of(words: str) -> CpuHost:
-    """Return the host of a preset's name, or of numbers; numbers mean one host that also has the GPU."""
+    """Return the R-worker host that ``words`` mean: a preset, or figures of a host that also has the GPU."""
     if not _is_numbers(words):
         return find_cpu_host(words)
     parts = _parts("cpu", words, ("rate", "cores", "memory"))
@@ -50,7 +50,7 @@ def _is_numbers(words: str) -> bool:
 
 
 def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the figures in ``words`` by kind ("bandwidth", …), in bytes, FLOP and seconds. ``flag``: for errors."""
+    """Return the figures in ``words`` by kind ("rate", …), in bytes, FLOP and seconds. ``flag``: for errors."""
     found: dict[str, float] = {}
     units = {
         "gb/s": ("rate", 1e9),

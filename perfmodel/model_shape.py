@@ -102,7 +102,7 @@ class ModelShape(ModelSizes):
 
     @property
     def appending_row_bytes(self) -> int:
-        """Bytes of k and v, or of a recurrent layer's row: what an R-worker stores."""
+        """Bytes that an R-worker stores per row and layer: those of k and v, or of a recurrent layer's row."""
         rows = self.attention_layers * self.layer_layout.kv_elements * self.item_bytes + self._index_bytes
         if self.sent_states:
             rows += self.sent_states.num_layers * self.sent_states.row_bytes(self.item_bytes)

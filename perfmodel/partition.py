@@ -216,7 +216,7 @@ class PartitionTable:
         return num_workers in self._by_workers
 
     def parts(self, num_tokens: int, num_workers: int) -> Parts:
-        """Return fractions interpolated linearly between the nearest lengths; beyond the ends, those of the nearest.
+        """Return parts, with fractions interpolated linearly between the table's lengths, and constant beyond them.
 
         Raise KeyError without an entry for ``num_workers``.
         """

@@ -30,12 +30,12 @@ MEASURED_BY_ALL = (
     "`fastdecode calibrate` without --quick measures every KV dtype, KV heads in groups of 1, 4 and 8, and half and "
     "all of the cores"
 )
-"""Says how to complete a profile of --quick."""
+"""Text for errors: how to complete a profile that ``calibrate --quick`` made."""
 
 MEASURED_FOR_RANKS = "`fastdecode calibrate --tensor-parallel-size {}` measures them"
 
 MEAN_CONTEXT = 1024
-"""Tokens at which rows are compared, within the measured range."""
+"""Context in tokens at which the times of rows are compared; within the measured range."""
 
 FORMAT_VERSION = 3
 """Version of the JSON. Version 1 has no prefill workers, and version 2 no ranks; both can still be read."""
@@ -63,13 +63,13 @@ class HardwareProfile:
 
     @property
     def measured_rank_counts(self) -> set[int]:
-        """Numbers of ranks with a measured S-part."""
+        """The numbers of S-worker ranks for which the profile has a measured S-part."""
         return {point.tensor_parallel_size for point in self.s_part}
 
     def measured_s_part(
         self, threads: int | None = None, shape: ModelShape | None = None, num_ranks: int = 1
     ) -> MeasuredSPart:
-        """Return T(B) with this many threads and ranks, for the profile's layers or ``shape``'s.
+        """Return the measured S-part T(B) at ``threads`` per rank, for the layers of ``shape`` (None: the profile's).
 
         ``threads``: None for the most that were measured. ``shape`` may have other KV heads. Time is scaled by the
         layers' parameters.
@@ -98,9 +98,9 @@ class HardwareProfile:
         r_worker: str | None = None,
         num_ranks: int = 1,
     ) -> RPart:
-        """Return R with this many threads (default: most measured) in that KV dtype, for the heads of ``shape``.
+        """Return the measured R-part with ``threads`` (None: most measured) and ``kv_dtype``, for ``shape``'s heads.
 
-        It is that of the slowest measured R-worker unless one is named. An R-worker with the heads of one of
+        The slowest measured R-worker counts unless ``r_worker`` names one. An R-worker with the heads of one of
         ``num_ranks`` takes a share of the time per token and row, but the whole time per call. Each rank reads latent
         rows whole, so a measurement with its number of heads is needed.
         """
@@ -148,7 +148,7 @@ class HardwareProfile:
         return seconds[1] < seconds[0]
 
     def measured_scan(self, kv_dtype: str, threads: int | None = None, r_worker: str | None = None) -> RPart:
-        """Return the scan of all keys of the model's index, as ``measured_r_part``. Every rank scans all keys."""
+        """Return the times to scan all keys of the model's index; arguments as in ``measured_r_part``."""
         points = self._r_points("scan", kv_dtype, r_worker)
         if not points:
             raise self.lacks(f"no scan of an index over a {kv_dtype} cache", [])
@@ -160,7 +160,7 @@ class HardwareProfile:
     ) -> tuple[float, float]:
         """Return the seconds of a recurrent layer's call, and of each sequence's state in it, on the slowest R-worker.
 
-        Raise ProfileError if none was measured.
+        Raise ProfileError if no recurrent layer was measured.
         """
         points = self._r_points("state", kv_dtype, r_worker)
         points = [point for point in points if point.threads == (threads or max(each.threads for each in points))]
@@ -180,7 +180,7 @@ class HardwareProfile:
         return [point for point in of_kind if r_worker in (None, point.r_worker)]
 
     def transport(self, r_worker: str | None = None, row_bytes: float = 0.0) -> Transport:
-        """Return the link to an R-worker and back (the slowest for None); it costs nothing if none was measured."""
+        """Return the link to ``r_worker`` and back (None: the slowest). A link that was not measured costs no time."""
         names = {point.r_worker for point in self.links} if r_worker is None else {r_worker}
         ways = [self._way(name, row_bytes) for name in sorted(names)]
         return max(ways, key=lambda way: way.trip_seconds(64), default=Transport(row_bytes))
@@ -231,14 +231,14 @@ class HardwareProfile:
         return Transport(row_bytes, (1.0 / per_byte,) if per_byte else (), latency)
 
     def lacks(self, what: str, found: list, cure: str = MEASURED_BY_ALL) -> ProfileError:
-        """Return an error that names what is missing, what there is, and the command that measures it."""
+        """Return an error that says what the profile lacks, what it has, and how to measure the rest (``cure``)."""
         return ProfileError(
             f"the profile of {self.machine.host} has {what}; it has {', '.join(map(str, found)) or 'none'}: {cure}"
         )
 
 
 def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) -> RPart:
-    """Return the seconds per token, row and call of one R-worker."""
+    """Fit the seconds per token, per row and per call of ``r_worker`` with ``threads`` threads to ``points``."""
     own = [point for point in points if point.r_worker == r_worker]
     threads = threads or max(point.threads for point in own)
     own = [point for point in own if point.threads == threads]
@@ -248,7 +248,7 @@ def _fit_r_part(points: list[RPartPoint], r_worker: str, threads: int | None) ->
 
 
 def _fixed_and_per_row(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Return the fixed seconds and the seconds per row, from points of (rows, seconds)."""
+    """Fit (rows, seconds) ``points`` by a line; return its fixed seconds and its seconds per row."""
     if not points:
         return 0.0, 0.0
     columns = np.array([(1.0, rows) for rows, _ in points])

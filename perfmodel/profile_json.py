@@ -71,7 +71,7 @@ def read_profile(text: str) -> HardwareProfile:
 
 
 def load_profile(path: str) -> HardwareProfile:
-    """Return the profile in a file. Raise ProfileError or OSError."""
+    """Return the profile in the file ``path``. Raise ProfileError for bad content, OSError for a failed read."""
     try:
         return read_profile(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""An S-worker of several ranks: what one rank computes and holds, and the cost of collectives."""
+"""An S-worker of several tensor-parallel ranks: one rank's share of work and memory, and the cost of collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 from fastdecode.perfmodel.stages import SPart
 
 PEER_EFFICIENCY = 0.7
-"""Part of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
+"""Fraction of a link's nominal rate that all-reduces of megabytes reach; assumed, since no paper here gives one."""
 
 NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-6
 """Seconds of one message between two ranks, with the collective's launch; assumed."""
@@ -73,7 +73,7 @@ class RankGroup:
         return all_reduces_per_layer * self.all_reduce_seconds(rows * shape.hidden_size * shape.item_bytes)
 
     def head_seconds(self, shape: ModelShape, rows: float) -> float:
-        """Return the seconds of gathering the logits of ``rows``."""
+        """Return the seconds to gather the logits of ``rows`` rows from all ranks."""
         return self.gather_seconds(rows * shape.vocab_size * shape.item_bytes)
 
 
@@ -89,11 +89,11 @@ class RankSPart:
     group: RankGroup
 
     def layer_seconds(self, rows: float) -> float:
-        """Return the seconds of a rank's products and the all-reduces."""
+        """Return the seconds of one layer for ``rows`` rows: a rank's products and the all-reduces."""
         return self.rank.layer_seconds(rows) + self.group.layer_seconds(self.shape, rows)
 
     def head_seconds(self, rows: float) -> float:
-        """Return the seconds of a rank's part of the logits, and of gathering them."""
+        """Return the seconds to compute a rank's share of the logits of ``rows`` rows and to gather all shares."""
         return self.rank.head_seconds(rows) + self.group.head_seconds(self.shape, rows)
 
 
@@ -147,5 +147,5 @@ def gpu_peer_link(gpu: Gpu) -> PeerLink:
 
 
 def network_peer_link(bytes_per_second: float) -> PeerLink:
-    """Return the link between hosts."""
+    """Return a link between hosts with this rate."""
     return PeerLink("network", Figure(bytes_per_second, PEER_EFFICIENCY, False, "as given"), NETWORK_STEP_SECONDS)

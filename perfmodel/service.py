@@ -28,7 +28,7 @@ class ServiceLimits:
             raise ConfigError(f"ttft must be above 0 seconds to the first token, not {self.ttft_seconds:g}")
 
     def kept_by(self, tpot_seconds: float, ttft_seconds: float) -> bool:
-        """Return whether both times are within the limits."""
+        """Return whether both times, in seconds, are within these limits."""
         return tpot_seconds <= self.tpot_seconds and ttft_seconds <= self.ttft_seconds
 
     def __str__(self) -> str:
@@ -58,16 +58,16 @@ class Service:
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """Tokens per second of one user."""
+        """Output tokens per second that one user gets."""
         return 1.0 / self.tpot_seconds if self.tpot_seconds else 0.0
 
 
 def prompt_chunks(num_tokens: float) -> list[tuple[float, float]]:
-    """Return the steps in which a prompt is computed: pairs of a number of steps and their rows."""
+    """Return the steps that compute a prompt of ``num_tokens``: pairs (number of steps, rows per step)."""
     whole, rest = divmod(max(num_tokens, 1.0), CHUNK_TOKENS)
     return [(count, rows) for count, rows in ((whole, float(CHUNK_TOKENS)), (1.0, rest)) if count and rows]
 
 
 def prompt_pairs(num_tokens: float, shared_tokens: float) -> float:
-    """Return the pairs of query and key in a prompt's attention, after a cached prefix."""
+    """Return how many (query, key) pairs a prompt's attention computes after a cached prefix of ``shared_tokens``."""
     return num_tokens * (shared_tokens + num_tokens / 2.0)

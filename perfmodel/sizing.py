@@ -1,4 +1,4 @@
-"""The question and answer of a plan: how many R-workers this workload needs, and the result."""
+"""The input and the result of a plan: a workload, and how many R-workers it needs."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Workload:
 
     @property
     def prompt_context(self) -> float:
-        """Tokens before the mean computed row of a prompt. Rows of a shared prefix are not computed."""
+        """Mean number of tokens before a computed row of a prompt. Rows of a shared prefix are not computed."""
         return (self.shared_prefix_len + self.prompt_len) / 2.0
 
     def read_share(self, windows: Sequence[int], chunked: bool = False) -> float:
-        """Return the part of a context that the mean layer reads. A layer with a window w reads the mean of min(c, w).
+        """Return the fraction of a context that the mean layer reads. With a window w it reads the mean of min(c, w).
 
         ``windows``: of each layer; 0 for none. If they are lengths of chunks (``chunked``), it reads the mean of c mod
         w. Contexts c are assumed to be spread evenly around their mean, from the prompt on.
@@ -131,7 +131,7 @@ class Prices:
                 raise ConfigError(f"a price must be a number of at least 0, not {value!r}")
 
     def per_million_tokens(self, num_hosts: int, tokens_per_second: float) -> float | None:
-        """Return the price of output tokens with ``num_hosts`` hosts and the GPUs; None if a price is unknown."""
+        """Return the price of a million output tokens with ``num_hosts`` hosts and the GPUs; None if unknown."""
         if self.gpu_per_hour is None or not tokens_per_second or (num_hosts and self.cpu_host_per_hour is None):
             return None
         per_hour = self.num_gpus * self.gpu_per_hour + num_hosts * (self.cpu_host_per_hour or 0.0)
@@ -143,7 +143,7 @@ NO_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """The figures of one number of R-workers (per rank). ``s_busy``, ``r_busy``: fractions of the step."""
+    """A plan's figures for one number of R-workers (per rank). ``s_busy``, ``r_busy``: busy fractions of a step."""
 
     num_r_workers: int
     num_hosts: int

@@ -176,7 +176,7 @@ class PoolMembers:
 
     @property
     def blocks_used(self) -> int:
-        """Referenced blocks over all workers at the end of the last step."""
+        """Number of cache blocks in use on all R-workers together at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
 
     @property

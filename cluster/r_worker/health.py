@@ -14,13 +14,13 @@ from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.core.errors import ConfigError
 
 CLIENT_SECONDS = 5.0
-"""A connection is closed after so many seconds, whatever its state."""
+"""Seconds after which the port closes any connection."""
 
 MOST_BYTES = 1 << 13
 """Most bytes of a request's line and header; a probe sends some hundred."""
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks for connections that take too long."""
+"""Seconds between two checks for connections that take too long."""
 
 MOST_CLIENTS = 16
 """Most concurrent connections; further ones are closed."""
@@ -100,7 +100,7 @@ class HealthPort(ThreadingHTTPServer):
 
 
 class _Limited:
-    """The lines of a connection that the handler reads: MOST_BYTES together, then ConnectionError."""
+    """Limits what the handler reads from a connection: after MOST_BYTES in all, it raises ConnectionError."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._left = file, MOST_BYTES

@@ -147,7 +147,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
 
 @contextlib.contextmanager
 def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
-    """Turn failures to get resources from the system into a CapacityError."""
+    """Turn the system's errors about missing memory or threads into a CapacityError."""
     try:
         yield
     except MemoryError:
@@ -180,7 +180,7 @@ def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores:
 
 
 def attends_in(isa: str) -> bool:
-    """Return whether this process attends in the arithmetic of ``isa`` (one of ``ISAS``, or "auto") when asked to."""
+    """Return whether this process can attend in the arithmetic of ``isa`` (one of ``ISAS``, or "auto")."""
     return isa == "auto" or (has_isa(isa) and forced_isa() in ("auto", isa))
 
 
@@ -206,7 +206,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
-    """Return how a query's attention is shared, or its norms; ValueError or KeyError if that is impossible."""
+    """Return a query's attention weight per block, or its norms. Raise ValueError or KeyError if impossible."""
     part, queries = asked.part, list(asked.queries)
     found = worker.weigh(
         sequence_id=part.sequence_id, position=part.position, offset=part.offset, block=asked.block,

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class Joiner:
     """Asks the S-worker at ``pool`` repeatedly to connect to ``address``; both are "host:port".
 
-    ``trouble``: why it cannot ask, logged once per reason; "" if it can, or has only begun.
+    ``trouble``: why JOINs do not arrive, logged once per reason; "" if they do, or if asking has just begun.
     """
 
     def __init__(self, pool: str, address: str, secret: bytes | None, role: str = R_WORKER) -> None:
@@ -45,13 +45,13 @@ class Joiner:
             Conversation(self._channel).send(Kind.JOIN, encode_join(self._address, self._role))
 
     def close(self) -> None:
-        """Stop asking; may be called twice."""
+        """Stop sending JOINs; may be called twice."""
         if self._channel:
             self._channel.close()
             self._channel = None
 
     def _look(self) -> None:
-        """Check the result of the last JOIN."""
+        """Check whether the last JOIN was sent, and log a new reason if it was not."""
         now = time.monotonic()
         reason = self._channel.failure() if self._channel else ""
         if not self._channel or not reason:

@@ -16,7 +16,7 @@ from fastdecode.core.machine import own_address
 from fastdecode.kinds.layout import KVLayout
 
 NICENESS = 10
-"""Niceness of the port's threads.
+"""Niceness that is added to the port's threads.
 
 On a core shared with threads that attend, they get about a tenth of it. Rows come in bursts of some 10 ms per layer of
 a prompt, and a step must not take so much longer.
@@ -24,7 +24,7 @@ a prompt, and a step must not take so much longer.
 
 
 class RowStore:
-    """The rows behind a KV port.
+    """Stores and reads the cache rows that frames at a KV port name.
 
     Rows of a KV frame, or a recurrent layer's state, go to an incoming sequence, and STORED is answered. READ is
     answered with a KV frame of cached tokens in stored form.
@@ -44,7 +44,7 @@ class RowStore:
             raise FrameError(f"a {frame.kind.name} frame, which a KV port does not take")
 
     def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Store the rows of a frame. Rows that no reservation expects are refused before they are read."""
+        """Store the rows of ``frame``. Refuse rows of a sequence that the S-worker has not reserved, before reading."""
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]
@@ -64,7 +64,7 @@ class RowStore:
         if frame.layer >= len(self._layers):
             raise FrameError(f"READ: layer is {frame.layer}; there are {len(self._layers)}")
         row_bytes = self._stored_bytes[frame.layer]
-        # Most bytes of keys and values that one READ asks for; others' frames wait no longer than that takes
+        # Most bytes of keys and values that one READ may ask for, which bounds how long other frames wait
         most_read_bytes = 1 << 21
         if not 0 < num_rows <= max(1, most_read_bytes // row_bytes):
             raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {most_read_bytes:,} at most")
@@ -94,5 +94,5 @@ class KvPort:
         self.address = f"{known}:{self._port.tcp_port}"
 
     def close(self) -> None:
-        """Wait until its thread has ended; may be called twice."""
+        """Close the port and wait until its thread has ended; may be called twice."""
         self._port.close()

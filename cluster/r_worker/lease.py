@@ -1,4 +1,4 @@
-"""The lease of a named session on an R-worker: what is kept when the link breaks, and for whom.
+"""The lease of a named session on an R-worker: keeps the cache after the link breaks, for the next S-worker.
 
 Each S-worker that takes the lease gets the next epoch. An S-worker with an older epoch, which may have been stopped for
 a while, is refused by name and can write nothing. Frames of its connection are not those of the served S-worker.
@@ -75,7 +75,7 @@ class Lease:
         return kept if kept is not None and goes_on else make()
 
     def superseded(self, asked: AskedLease | None) -> str:
-        """Return why an S-worker that asks with an older epoch must end; "" if it need not."""
+        """Return why an S-worker that asks with an older epoch must end; "" if the epoch is not older."""
         if asked is None or asked.session != self._name or not 0 < asked.epoch < self._last_epoch:
             return ""
         return f"session {self._name} was continued by {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
@@ -110,13 +110,13 @@ class Lease:
         log.info("session %s: its caches are kept for %g s", asked.session, asked.keep_seconds)
 
     def expire(self) -> None:
-        """Free what is kept after its time."""
+        """Free the kept cache once its time is over."""
         if self._keeps and time.monotonic() > self._until:
             log.info("session %s has not come back: its kept caches are freed", self._name)
             self.close()
 
     def close(self) -> None:
-        """Free what is kept."""
+        """Free the kept cache, if any."""
         self.journal.clear()
         if self._kept is not None:
             self._kept.close()
@@ -129,7 +129,7 @@ class Lease:
 
     @property
     def _keeps(self) -> bool:
-        """True if something is kept while no S-worker is served."""
+        """True if a cache is kept and no S-worker is served."""
         return self._kept is not None or self.journal.num_bytes > 0
 
     def _check(self, asked: AskedLease | None) -> None:
@@ -140,7 +140,7 @@ class Lease:
             raise LeaseError("superseded", reason)
 
     def _fits(self, hello: Hello) -> bool:
-        """Return whether ``hello`` wants the same cache as its predecessor, and is its heir."""
+        """Return whether the kept cache fits: ``hello`` asks for the same layout and follows its last S-worker."""
         before = self._served
         if before is None or before.lease is None or hello.lease is None:
             return False
@@ -163,7 +163,7 @@ def _release(worker: _rworker.RWorker, sequence_ids: Iterable[int]) -> None:
 
 
 def held_by(worker: _rworker.RWorker) -> list[HeldSequence]:
-    """Return all sequences of ``worker``, by id."""
+    """Return a description of each sequence in the cache of ``worker``, ordered by id."""
     return [
         HeldSequence(each, worker.sequence_length(each), tuple(worker.block_table(each)), worker.least_length(each))
         for each in worker.sequence_ids()

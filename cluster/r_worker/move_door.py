@@ -42,7 +42,7 @@ class MoveDoor:
         }
 
     def abandon(self) -> None:
-        """Forget a sequence that has not arrived whole."""
+        """Drop a sequence whose bytes have not all arrived."""
         self._incoming = None
 
     def _export(self, frame: Frame) -> None:
@@ -53,7 +53,7 @@ class MoveDoor:
             self._link.send(Kind.DATA, data[start : start + CHUNK_BYTES])
 
     def _import(self, frame: Frame) -> None:
-        """Check what is announced before memory is taken."""
+        """Begin an import; check its announced sizes before memory is allocated."""
         sequence_id, start, num_tokens, num_bytes = self._numbers(frame, IMPORT)
         self.has_imported = True
         room = self._worker.blocks_free * block_bytes(self._layout, self._worker.block_size)

@@ -157,7 +157,7 @@ class _Door:
         return self._gate is not None
 
     def knows(self, peer: PeerChannel) -> bool:
-        """Return whether ``peer`` may send frames: it has proven to hold the key, or there is no key."""
+        """Return whether ``peer`` may send frames: the peer has proven to hold the key, or there is no key."""
         return _kind(peer) is not Kind.CHALLENGE if self._gate is None else peer.identity in self._proven
 
     def opens(self, peer: PeerChannel) -> bool:

@@ -119,7 +119,7 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """The epoch of its frames; 0 before the WELCOME."""
+        """The epoch that this session's frames carry; 0 before the WELCOME."""
         return self._link.epoch
 
     def give_way(self, name: str) -> None:
@@ -128,7 +128,7 @@ class Session:
             self._gives_way_to = name
 
     def _turn(self) -> None:
-        """Handle the next frame, if one comes."""
+        """Handle the next frame, if one arrives within TICK_SECONDS."""
         self._vitals.turn()
         if self._gives_way_to:
             self._link.send(

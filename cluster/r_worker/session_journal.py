@@ -19,7 +19,7 @@ class SessionJournal:
 
     @property
     def num_bytes(self) -> int:
-        """Its length in bytes."""
+        """The journal's length in bytes."""
         return len(self.data)
 
     def check(self, start: int, num_bytes: int) -> None:

@@ -110,7 +110,7 @@ def fastest_read_ahead() -> str:
 
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
-    """Return the ``rounds`` times of each trial."""
+    """Run the trials in turn; return each trial's times in seconds, one per round."""
     # Measurements of each kind in turn. The fastest counts, since other processes only slow a measurement down.
     rounds = 5
     return list(zip(*([trial.seconds() for trial in trials] for _ in range(rounds)), strict=True))
@@ -167,7 +167,7 @@ def _cache_path() -> Path:
 
 
 def _keep(path: Path, measured: Tuning) -> None:
-    """Store the result for later processes, which measure again if the home folder is not writable."""
+    """Store ``measured`` at ``path`` for later processes; without a writable folder they measure again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:

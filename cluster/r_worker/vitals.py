@@ -11,7 +11,7 @@ PREFIX = "fastdecode_r_worker:"
 STUCK_SECONDS = 90.0
 """A main loop that takes longer than this hangs.
 
-It comes round within a second, or three times in this while it waits for a peer that reads nothing.
+The loop turns within a second, or at least three times in 90 s while it waits for a peer that reads nothing.
 """
 
 
@@ -32,7 +32,7 @@ class Vitals:
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
 
     def turn(self) -> None:
-        """Record that the main loop has come round."""
+        """Record that the main loop has begun another turn."""
         self.turned = time.monotonic()
 
     def opened(self, num_blocks: int) -> None:
@@ -60,7 +60,7 @@ class Vitals:
         return self.illness() or ("" if self.is_serving else self.trouble)
 
     def illness(self) -> str:
-        """Return why its process should be restarted, or is not ready yet; "" if all is well."""
+        """Return why the process should be restarted, or is not ready yet; "" if all is well."""
         if not self.is_ready:
             return "it is starting"
         silent = time.monotonic() - self.turned

@@ -1,4 +1,4 @@
-"""A session's answers to questions about attention."""
+"""Answers an S-worker's questions (WEIGH) about a query's attention weights per block of tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WeighDoor:
         self._link.send(Kind.WEIGHED, weigh(self._worker, self._read(frame)))
 
     def _read(self, frame: Frame) -> Weighing:
-        """Read the question in ``frame``, and check its lengths before memory is taken."""
+        """Read and return the question in ``frame``; check its lengths before memory is allocated."""
         lengths, layout = frame.lengths, self._layout
         if lengths[0] > MOST_NUMBER_BYTES or lengths[1] > FRAME_LIMIT:
             raise FrameError(f"a WEIGH frame with parts of {lengths} bytes")

@@ -40,11 +40,11 @@ class Ask:
 
     @property
     def strategy(self) -> str:
-        """Ray's name for how they are spread."""
+        """Ray's name of the strategy for spreading the R-workers over nodes."""
         return "STRICT_SPREAD" if self.strict else "SPREAD"
 
     def room(self, node: Node) -> int:
-        """Return how many of them ``node`` could hold."""
+        """Return how many of the requested R-workers ``node`` could hold."""
         most = min(node.num_cpus // self.num_cpus, node.memory_bytes // self.memory_bytes)
         return min(most, 1) if self.strict else most
 

@@ -1,4 +1,4 @@
-"""What an S-worker asks R-workers to keep for its successor, and what an R-worker holds of a predecessor."""
+"""Messages about named sessions: what R-workers keep for the next S-worker, and what they hold of the last."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FIRST_BYTE = struct.Struct("<q")
 class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for a named session.
 
-    What is kept for ``keep_seconds`` after its link breaks is for an S-worker that ``follows`` the ``fingerprint`` of
-    its predecessor: it has the same weights and that one's journal. ``any_run``: the journal is on R-workers, so the
-    S-worker does not know the run yet; any fingerprint that begins with ``follows`` matches. ``epoch``: the one that
-    the S-worker already has here; 0 for none. ``waits``: wait until the predecessor is gone; otherwise a silent
-    predecessor loses the session.
+    The R-worker keeps its cache for ``keep_seconds`` after the link breaks, for an S-worker whose ``follows`` is the
+    ``fingerprint`` of the last one: it has the same weights and the journal. ``any_run``: the journal is on R-workers,
+    so the S-worker does not know the run yet; any fingerprint that begins with ``follows`` matches. ``epoch``: the
+    S-worker's epoch on this R-worker; 0 for none. ``waits``: wait until the last S-worker is gone; otherwise it loses
+    the session if it is silent.
     """
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
@@ -55,7 +55,7 @@ def encode_held(held: Iterable[HeldSequence]) -> bytes:
 def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tuple[HeldSequence, ...]:
     """Return the sequences in ``data`` of an R-worker with ``num_blocks`` blocks.
 
-    Raise FrameError for what it cannot hold.
+    Raise FrameError for sequences that such an R-worker cannot hold.
     """
     if len(data) % 8:
         raise FrameError(f"HELD: {len(data)} bytes")

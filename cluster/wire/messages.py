@@ -42,7 +42,7 @@ EXPORT = struct.Struct("<qqq")
 ALL_TOKENS = -1
 
 NUM_BYTES = struct.Struct("<q")
-"""The body of EXPORTED."""
+"""The body of EXPORTED: the number of bytes that follow as DATA."""
 
 IMPORT = struct.Struct("<qqqq")
 """The body of IMPORT: sequence id, first token, tokens, bytes."""
@@ -184,7 +184,7 @@ def encode_join(address: str, role: str = R_WORKER) -> bytes:
 
 
 def decode_join(data: bytes | bytearray) -> tuple[str, str]:
-    """Return the address and role. Raise FrameError if they are malformed."""
+    """Return (address, role) of the worker that sent the JOIN ``data``. Raise FrameError if malformed."""
     join = decode_json("JOIN", data, _Join)
     _check_address("JOIN", join.address)
     return join.address, join.role
@@ -200,7 +200,7 @@ def encode_refusal(error: str, message: str) -> bytes:
 
 
 def decode_refusal(data: bytes | bytearray) -> tuple[str, str]:
-    """Return the error and its message."""
+    """Return (error, message) of the refusal in ``data``; ``error`` is as in ``encode_refusal``."""
     refusal = decode_json("REFUSED", data, _Refusal)
     return refusal.error, refusal.message
 

@@ -73,14 +73,14 @@ def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
 
 
 def encode_parked(parked: Parked) -> bytes:
-    """Return the progress of a PARK or a WAKE."""
+    """Return the body of PARKED, which tells the progress of a PARK or a WAKE."""
     return b"".join(
         (_PARKED.pack(parked.progress, parked.num_tokens, parked.num_bytes, len(parked.dropped)), *parked.dropped)
     )
 
 
 def decode_parked(data: bytes | bytearray) -> Parked:
-    """Return the progress. Raise FrameError for an unknown one, and unless the names fill ``data``."""
+    """Return the PARKED message in ``data``. Raise FrameError for an unknown progress or a wrong length."""
     progress, num_tokens, num_bytes, num_names = _start("PARKED", _PARKED, data)
     if progress not in set(Progress) or num_tokens < 0 or num_bytes < 0 or not 0 <= num_names <= len(data):
         raise FrameError(f"PARKED: {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names")

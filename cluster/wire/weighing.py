@@ -32,7 +32,7 @@ def encode_weighing(asked: Weighing) -> list[bytes | np.ndarray]:
 
 
 def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
-    """Return what the first part of WEIGH asks, without its arrays; FrameError for what cannot be."""
+    """Return the question in WEIGH's first part, without arrays. Raise FrameError for impossible values."""
     max_position = 1 << 40
     num_layers, rest = divmod(len(data) - HEAD.size, 8)
     if num_layers < 1 or rest:
@@ -62,25 +62,25 @@ def num_query_bytes(layout: KVLayout, layers: Sequence[int]) -> int:
 
 
 def queries_of(layout: KVLayout, layers: Sequence[int], memory: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the queries of ``layers``, [1, num_heads, query_dim] each, of which ``memory``, uint8, has the bytes."""
+    """Return the queries of ``layers`` as views of ``memory``, uint8: [1, num_heads, query_dim] each."""
     shapes = [(1, *layout.layers[layer].row_shapes[0]) for layer in layers]
     pieces = np.split(memory.view(WIRE_DTYPE[layout.model_dtype]), np.cumsum(list(map(math.prod, shapes)))[:-1])
     return tuple(piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
 def num_heads_of(layout: KVLayout, layers: Sequence[int]) -> int:
-    """Return the query heads of all of ``layers`` that attend."""
+    """Return the number of query heads, summed over those of ``layers`` that attend."""
     chosen = (layout.layers[layer] for layer in layers)
     return sum(layer.num_heads for layer in chosen if isinstance(layer, Attending))
 
 
 def answer_shape(layout: KVLayout, asked: Weighing) -> tuple[int, ...]:
-    """Return the shape of the answer, float32."""
+    """Return the shape of the float32 answer to ``asked``: weights per block, or norms per head."""
     return (1, num_heads_of(layout, asked.layers), 2) if asked.finds_norms else (asked.num_blocks,)
 
 
 def checked_answer(found: np.ndarray, asked: Weighing) -> np.ndarray:
-    """Return ``found``; FrameError for weights that are none, and for sums of none."""
+    """Return ``found``, the answer. Raise FrameError for impossible weights or sums."""
     if asked.finds_norms:
         sums = found[..., 1]
         if np.isnan(found).any() or np.isposinf(found).any() or sums.min(initial=0) < 0:

@@ -82,7 +82,7 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return whether the mark's text is rendered, and not as a printed list."""
+    """Return whether ``render`` shows MARK as text, and not inside a printed list."""
     try:
         text = render(conversation)
     except Exception:  # a template may raise anything for a conversation that does not suit it

@@ -103,7 +103,7 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
 
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
-    """Return whether a key is read elsewhere, has a neutral value, or has no effect."""
+    """Return whether ``key`` of a GGUF file is handled: other code reads it, or its value has no effect."""
     # Keys that transformers reads for every architecture
     read = {
         "attention.head_count",

@@ -93,7 +93,7 @@ class _Scaling:
         self._original = int(keys.get("rope.scaling.original_context_length") or longest)
 
     def parameters(self) -> dict[str, Any] | None:
-        """Return transformers' parameters; None if frequencies are not scaled."""
+        """Return transformers' ``rope_parameters`` for this scaling; None if frequencies are not scaled."""
         if self._kind == "yarn" and not self._factors:
             return self._yarn() if self._factor != 1.0 else None
         if self._kind == "longrope" and {*self._factors} == {LONG, SHORT}:

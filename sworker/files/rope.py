@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fastdecode.core.errors import ModelLoadError
 
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Parameters that stay if only the scaling is set."""
+"""Names of rope parameters that keep their values if a user sets only the scaling."""
 
 
 def settings(text_config: Any) -> Iterator[dict[str, Any]]:

@@ -73,7 +73,7 @@ class AnswerTemplate:
 
     @property
     def is_plain(self) -> bool:
-        """True if every text is content."""
+        """True if the template has no reasoning and no tool calls, so that all text is content."""
         return set(self.regions.fields) == {CONTENT}
 
     def begun_by(self, prompt: str) -> str:
@@ -143,7 +143,7 @@ def _regions(template: Any) -> Any:
 
 
 def _mark(field: Any) -> Any:
-    """Return a field that takes only the end of ``field``."""
+    """Return a template field that matches only the closing delimiter of ``field``."""
     empty = load_response_template({"start_anchor": "-", "fields": {"end": {"open": "-", "close_pattern": ""}}})
     closing = ("close_re", "close_literals", "close_literal_can_extend")
     opening = {name.replace("close", "open"): getattr(field, name) for name in closing}
@@ -171,11 +171,11 @@ class AnswerCutter:
 
     @property
     def is_open(self) -> bool:
-        """True if the prompt has opened a region that the answer continues."""
+        """True if the prompt ends inside a region, such as reasoning, that the answer continues."""
         return self._start > 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that ``text`` completes."""
+        """Append ``text`` to the answer; return the pieces that are complete now."""
         self._text += text
         return self._follow(self._parser.feed(text))
 
@@ -204,7 +204,7 @@ class AnswerCutter:
         return found
 
     def _skip(self, delimiter: Any) -> bool:
-        """Step over ``delimiter`` if it is at the current place; return whether it was."""
+        """Skip ``delimiter`` if the answer continues with it; return whether it did."""
         match = delimiter and delimiter.match(self._text, self._at)
         if match:
             self._at = match.end()

@@ -34,7 +34,7 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _keep_to_allowed(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set the tokens to -inf that a row does not allow."""
+    """Set logits to -inf for tokens that a row's ``SamplingParams`` do not allow."""
     for index, row in enumerate(rows):
         if row.params.allowed_token_ids:
             allowed = _on(scores, _cells({0: _ids([*row.params.allowed_token_ids])}, scores))
@@ -100,7 +100,7 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set the tokens to -inf that a row's grammar does not allow; rows without one are unchanged."""
+    """Set logits to -inf for tokens that a row's grammar does not allow; rows without a grammar are unchanged."""
     for index, row in enumerate(rows):
         if row.grammar is not None:
             scores[index] += _on(scores, row.grammar.logit_bias(scores.shape[1]))
@@ -117,7 +117,7 @@ def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) 
 
 
 def _per_cell(values: Mapping[int, float], cells: np.ndarray, scores: Tensor) -> np.ndarray:
-    """Return the value of each cell's row, float32 [num_cells]."""
+    """Return, for each flat index in ``cells``, the entry of ``values`` for its row: float32 [num_cells]."""
     by_row = np.zeros(scores.shape[0], dtype=np.float32)
     by_row[list(values.keys())] = list(values.values())
     of_cells: np.ndarray = by_row[cells // scores.shape[1]]

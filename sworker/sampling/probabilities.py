@@ -68,7 +68,7 @@ def _min_p(scores: Tensor, min_p: list[float]) -> Tensor:
 
 
 def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
-    """Return the tokens below the k-th best score. Ties with it stay, so the choice does not depend on a sort."""
+    """Return which tokens score below the k-th best, bool. Tokens equal to the k-th best stay."""
     best = scores.topk(int(max(top_k)), dim=-1).values
     last_kept = torch.tensor([int(k) - 1 for k in top_k], device=scores.device)
     return scores < best.gather(1, last_kept[:, None])

@@ -19,7 +19,7 @@ class ScoredPrompt(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities from one step of a prompt's tokens from ``start`` on."""
+    """Log-probabilities of a prompt's tokens from position ``start`` on, computed in one step."""
 
     start: int
     logprobs: list[Logprobs]
@@ -51,9 +51,9 @@ def score_prompts(
 
 
 def _score(logits: Tensor, prompt: ScoredPrompt, start: int) -> PromptScores:
-    """Return the scores of tokens from ``start`` on.
+    """Return the log-probabilities of the tokens of ``prompt`` from position ``start`` on.
 
-    ``logits``: of the rows before them, and one more at the prompt's end.
+    ``logits``: those of the row before each token, and one more row at the prompt's end.
     """
     targets = list(prompt.token_ids[start : start + len(logits)])
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -23,7 +23,7 @@ def chain_files(folder: Path) -> list[Path]:
     """Return the chains in ``folder``, oldest use first. Raise OSError if it cannot be read."""
     times = {}
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # its R-worker has dropped it since
+        with contextlib.suppress(FileNotFoundError):  # its R-worker has dropped the file meanwhile
             times[path] = path.stat().st_mtime_ns
     return sorted(times, key=lambda path: times[path])
 

@@ -18,7 +18,7 @@ FAILURES = (OSError, ChainError, CapacityError, MemoryError, ValueError, KeyErro
 
 
 class _Job:
-    """Work of which the disk's thread does one part at a time. ``num_tokens``: tokens done."""
+    """Work that the disk's thread does piece by piece. ``num_tokens``: tokens that are done."""
 
     def __init__(self, worker: _rworker.RWorker, threads: ThreadPoolExecutor, sequence_id: int) -> None:
         self.num_tokens = 0
@@ -26,13 +26,13 @@ class _Job:
         self._pending: deque[Future[Any]] = deque()
 
     def _come(self, deadline: float) -> Any:
-        """Return the next result of the disk's thread. Raise TimeoutError if there is none by ``deadline``."""
+        """Wait for the disk's thread; return its next result. Raise TimeoutError at ``deadline``."""
         value = self._pending[0].result(max(0.0, deadline - time.monotonic()))
         self._pending.popleft()
         return value
 
     def _settle(self) -> None:
-        """Wait for the disk's thread."""
+        """Wait until the disk's thread has finished the current piece."""
         for each in self._pending:
             with suppress(*FAILURES):
                 each.result()
@@ -122,7 +122,7 @@ class WakeJob(_Job):
         self._next += count
 
     def _length(self) -> int:
-        """Return the tokens that the sequence has, valid or not."""
+        """Return the number of tokens that the loaded sequence has in the cache, valid or not."""
         try:
             return self._worker.sequence_length(self._sequence_id)
         except KeyError:

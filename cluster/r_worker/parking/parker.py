@@ -108,7 +108,7 @@ class Parker:
         self._threads.shutdown()
 
     def _go_on(self, path: Path, patience_ms: int) -> Parked:
-        """Do what can be done within ``patience_ms``."""
+        """Continue the current job for at most ``patience_ms`` milliseconds; return its progress."""
         job = self._job
         if job is None:
             return self._failed("nothing is under way")
@@ -149,7 +149,7 @@ class Parker:
         return self._directory.path(self._fingerprint, name)
 
     def _lost(self, path: Path, error: Exception) -> Parked:
-        """Return the failure and log the reason. A damaged file is removed, so that it is not tried again."""
+        """Log why the job failed, and return the failure. Remove a damaged file, so that it is not tried again."""
         if isinstance(error, ChainError):
             self._directory.drop(path.name)
         return self._failed(str(error))

@@ -20,7 +20,7 @@ from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 
 
 class AttentionBench:
-    """Measures shapes, one row each.
+    """Measures attention calls of an R-worker, one row of figures per shape.
 
     ``cache_bytes``: of the buffer for the read peak, and of keys and values if the batch size is chosen; well above the
     last-level cache. ``repeats``: calls per shape.
@@ -55,7 +55,7 @@ class AttentionBench:
         return cache
 
     def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
-        """Return the peaks for ``shape``: the last ones if they fit. Only one is kept, since it holds memory."""
+        """Return the meter of the machine's peaks for ``shape``. Only one meter is kept, since it holds memory."""
         if self._peaks is None or self._peaks_of != (shape.threads, shape.isa):
             self._peaks = None
             cores = usable_cores()[: shape.threads]
@@ -67,7 +67,7 @@ class AttentionBench:
 
 
 class Samples:
-    """Alternating times: read, read scattered, multiply-add, call, call of bfloat16.
+    """Samples taken in turn: reads, scattered reads, multiply-adds, calls, and calls with a bfloat16 cache.
 
     Reads are repeated at the end. ``beside`` may be ``cache`` itself.
     """
@@ -159,7 +159,7 @@ class Roofline:
 
     @property
     def arithmetic_gb_per_s(self) -> float:
-        """KV rate at which arithmetic would be the limit.
+        """The KV rate, in GB/s, at which multiply-adds would limit the call.
 
         Without a shared prefix it is the multiply-add peak times the bytes of an element, divided by query heads per KV
         head and by query tokens.
@@ -173,7 +173,7 @@ class Roofline:
 
     @property
     def gb_per_s(self) -> float:
-        """The highest KV rate of a call: min(scattered read, multiply-add peak × intensity)."""
+        """The highest possible KV rate of a call, in GB/s: min(scattered read, multiply-add peak × intensity)."""
         return min(self.scattered_read, self.arithmetic_gb_per_s)
 
 
@@ -203,14 +203,14 @@ COLUMNS = (
 
 
 class RowPrinter:
-    """Passes text to ``write`` line by line: a row as soon as it is measured; JSON's single array at the end."""
+    """Prints rows through ``write``: table rows as soon as they are measured, or one JSON array at the end."""
 
     def __init__(self, output_format: str, write: Callable[[str], None]) -> None:
         self.output_format, self._write = output_format, write
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row, after the heading if it is the first."""
+        """Print the measured ``row``; before the first row, the heading."""
         if not self._rows:
             for line in self._heading(row):
                 self._write(line)
@@ -223,7 +223,7 @@ class RowPrinter:
             self._write(json.dumps(row, allow_nan=False))
 
     def close(self) -> None:
-        """Write the text after the last row."""
+        """Print what follows the last row, such as the JSON array."""
         if self.output_format == "json":
             self._write(to_json(self._rows))
 

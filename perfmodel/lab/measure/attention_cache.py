@@ -28,7 +28,7 @@ NO_CONTROLS = np.zeros((0, 4), np.int64)
 class FilledCache:
     """Sequences of random keys and values in scattered blocks, as after some time of serving.
 
-    ``lengths``: int64 [batch_size], with the ``q_len`` tokens that each call appends and that attend. A call leaves the
+    ``lengths``: tokens per sequence, int64 [batch_size], with the ``q_len`` new tokens of a call. A call leaves the
     cache unchanged.
     """
 
@@ -67,7 +67,7 @@ class FilledCache:
         return planned - start, done - planned
 
     def commit_and_check(self) -> float:
-        """Commit the last call; return the largest error of o over some sequences.
+        """Commit the last call's tokens; return the largest relative error of its output o over some sequences.
 
         The error is norm-wise per row and head, against float64 attention over the stored cache. For an index it is
         that of the best scores, relative to the largest.
@@ -83,7 +83,7 @@ class FilledCache:
     def _commit_and_check_scores(self) -> float:
         """Commit the call as tails of longer sequences, which return the ranks of their best scores.
 
-        Return their error.
+        Return the largest relative error of these scores.
         """
         picks, q_len, spans = self.shape.index_picks, self.shape.q_len, self._spans.copy()
         spans[:, 3] = SpanMode.PARTIAL
@@ -112,7 +112,7 @@ class FilledCache:
         return float(np.abs(bits.view(np.float32) - best).max() / np.abs(best).max())
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the cache's memory."""
         self.worker.close()
 
     def _error(self, index: int) -> float:
@@ -144,7 +144,7 @@ class FilledCache:
             self._append(pieces)
 
     def _append(self, pieces: list[tuple[int, int, int]]) -> None:
-        """Store ``(sequence, first token, tokens)`` each, with rows from anywhere in the random ones."""
+        """Store random rows for each piece ``(sequence, first token, number of tokens)``."""
         num_rows = sum(tokens for _, _, tokens in pieces)
         first = int(self._rng.integers(0, len(self._keys) - num_rows + 1))
         layer, dtype = self.shape.layout.layers[0], self._keys.dtype
@@ -165,7 +165,7 @@ class FilledCache:
 
 
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
-    """Return the first, the middle and the last sequence, within CHECKED_BYTES."""
+    """Return the numbers of the sequences to check: first, middle and last, as far as CHECKED_BYTES allow."""
     chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
     token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes

@@ -22,7 +22,7 @@ NO_SPANS = np.zeros(0, SPAN)
 class CallTimes:
     """Seconds of one step.
 
-    They are those to begin and end it, and per layer, float64 [num_layers], those of the R-worker's work and the link.
+    They are the time to begin and end the step, and per layer, float64 [num_layers], the R-worker's work and the link.
     """
 
     plan_seconds: float
@@ -43,7 +43,7 @@ class AttentionRig:
         self._exported = np.zeros(0, np.uint8)
 
     def fill(self, num_sequences: int, context_len: int) -> None:
-        """Hold ``num_sequences`` of ``context_len`` tokens, and nothing else."""
+        """Replace the cache's content by ``num_sequences`` random sequences of ``context_len`` tokens each."""
         self._release()
         self._append(0, context_len)
         exported = self.backend.export(0, 0)
@@ -53,7 +53,7 @@ class AttentionRig:
         self._payload = [self._random(num_sequences, layer) for layer in range(len(self.layout.layers))]
 
     def rewind(self, context_len: int) -> None:
-        """Drop the tokens that steps have added beyond ``context_len``."""
+        """Shorten every sequence to ``context_len`` tokens again, which drops the tokens of later steps."""
         controls = np.array([(Verb.TRUNCATE, each, 0, context_len) for each in self._held], CONTROL)
         self.backend.begin_step(self._plan(NO_SPANS, controls))
         self.backend.end_step()

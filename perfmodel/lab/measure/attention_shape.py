@@ -44,7 +44,7 @@ class ContextLen:
 
     @property
     def label(self) -> int | str:
-        """The length as it was given."""
+        """The length as the user wrote it: a number, or "LOW-HIGH"."""
         return self.low if self.low == self.high else f"{self.low}-{self.high}"
 
 
@@ -82,7 +82,7 @@ class AttentionShape:
         if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
             raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
         is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
-        # the R-worker's limit
+        # most that an R-worker accepts
         max_quantized_head_dim = 512  # for int8 and int4
         most = max_quantized_head_dim if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
@@ -102,7 +102,7 @@ class AttentionShape:
 
     @property
     def beside(self) -> AttentionShape | None:
-        """The same shape with a bfloat16 cache; None if it has one."""
+        """The shape to compare with: the same with a bfloat16 cache; None if the cache is bfloat16 already."""
         return None if self.kv_cache_dtype == "bfloat16" else replace(self, kv_cache_dtype="bfloat16")
 
     @property
@@ -120,7 +120,7 @@ class AttentionShape:
 
     @property
     def layout(self) -> KVLayout:
-        """The single layer that is measured."""
+        """The cache layout of the single layer that is measured."""
         return KVLayout((self._layer,), self.model_dtype, self.kv_cache_dtype)
 
     @property
@@ -153,7 +153,7 @@ class AttentionShape:
     def lengths(self, cache_bytes: int, seed: int) -> np.ndarray:
         """Return the tokens of each sequence, int64 [batch_size].
 
-        With batch size "auto", separate copies of all would take ``cache_bytes``.
+        With batch size "auto", the sequences without sharing would take ``cache_bytes``.
         """
         rng = np.random.default_rng(seed)
         low, high = self.context_len.low, self.context_len.high
@@ -164,7 +164,7 @@ class AttentionShape:
         return drawn[: int(np.searchsorted(np.cumsum(drawn), wanted)) + 1]
 
     def tokens_needed(self, lengths: np.ndarray) -> int:
-        """Return the cached tokens that one call must read, shared ones once."""
+        """Return how many cached tokens one call must read; tokens of a shared prefix count once."""
         return int(lengths.sum()) - self.shared_tokens * (len(lengths) - 1)
 
 

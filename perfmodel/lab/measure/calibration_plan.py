@@ -42,7 +42,7 @@ class CalibrationPlan:
 
     @property
     def r_workers(self) -> tuple[str, ...]:
-        """The R-workers by the profile's names."""
+        """The names of the measured R-workers in the profile."""
         return (HERE,) if self.is_here else self.links
 
     @property
@@ -78,12 +78,12 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
 
 
 def _groups(shape: ModelShape) -> tuple[int, ...]:
-    """Return the model's own groups, and common ones with as many heads. Latents have one KV head for all."""
+    """Return the numbers of query heads per KV head to measure: the model's own, and common ones."""
     return tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
 
 
 def quick_plan(shape: ModelShape, kv_dtype: str, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """Return a plan for the model as it is, on all cores, in under a minute."""
+    """Return a plan that measures only this model and KV dtype on all cores, in under a minute."""
     cores = len(usable_cores())
     return CalibrationPlan(
         batch_sizes=(16, 64, 256),

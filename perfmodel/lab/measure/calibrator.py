@@ -53,7 +53,7 @@ from fastdecode.perfmodel.rank_costs import rank_shape
 
 
 class Calibrator:
-    """Carries out a plan; ``advance`` is called after each measurement."""
+    """Carries out a ``CalibrationPlan``. It calls ``advance`` after each measurement."""
 
     def __init__(
         self, config: EngineConfig, shape: ModelShape, plan: CalibrationPlan, advance: Callable[[], object]
@@ -205,7 +205,7 @@ class Calibrator:
 
 
 def _with_weights(layout: KVLayout) -> KVLayout:
-    """Return ``layout`` with zero weights for R-workers to multiply with, which take as long as others."""
+    """Return ``layout`` with zero weights for R-workers to multiply with. They take as long as real weights."""
     weights = {}
     for number, layer in enumerate(layout.layers):
         if layer.weight_rows:

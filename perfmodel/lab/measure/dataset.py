@@ -99,7 +99,7 @@ class RampUp:
 
 
 def make_workload(spec: WorkloadSpec, vocab_size: int, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
-    """Return the requests of ``spec``. Raise ConfigError if the data do not fit the model."""
+    """Return the requests that ``spec`` describes. Raise ConfigError if its data do not fit the model."""
     rng = np.random.default_rng(spec.seed)
     if spec.dataset_name == "random":
         items = _random_items(spec, rng, vocab_size)

@@ -49,7 +49,7 @@ class DecodeRig:
             os.sched_setaffinity(0, before)
 
     def close(self) -> None:
-        """Free the engine."""
+        """Close the engine and free its memory."""
         self.engine.close()
 
     def _decode(self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None) -> list[StepRecord]:
@@ -60,7 +60,7 @@ class DecodeRig:
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
         warm_up_steps = 2
-        before = num_steps + warm_up_steps + 1  # the stand-in for prompts decodes once, too
+        before = num_steps + warm_up_steps + 1  # the InstantBackend that stands in for prompts decodes one step too
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with engine.world.computed_by(RandomPrompts):

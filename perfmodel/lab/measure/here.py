@@ -19,7 +19,7 @@ MEASURED = "measured here"
 
 
 def cpu_here() -> CpuHost:
-    """Return this host for R-workers: the cache bytes per second that attention reads with all cores."""
+    """Measure and return this machine as an R-worker host, by the KV bytes per second that attention reads."""
     threads = len(usable_cores())
     # The timed attention: each head has its own keys and values, so that reading is the limit
     num_heads, head_dim, context = 8, 128, ContextLen(1024, 1024)
@@ -36,7 +36,7 @@ def cpu_here() -> CpuHost:
 
 
 def gpu_here() -> tuple[Gpu, bool]:
-    """Return this machine's S-worker device, and whether it is a GPU. Without a GPU it is the CPU."""
+    """Measure this machine's S-worker device; return its figures, and True for a GPU, False for the CPU."""
     found = measure_device()
     return _as_gpu(found), found.is_gpu
 

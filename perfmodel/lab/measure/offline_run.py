@@ -39,7 +39,7 @@ class OfflineRun:
 
     @property
     def error(self) -> float:
-        """Simulated over measured, minus one."""
+        """The simulation's relative error: simulated seconds over measured seconds, minus one."""
         return self.simulated_seconds / self.measured_seconds - 1.0
 
 
@@ -85,13 +85,13 @@ def _offline_config(config: EngineConfig, cores: int) -> EngineConfig:
 
 
 def _run_again(engine: LLMEngine, items: Sequence[WorkItem], runs: list[ThroughputRun]) -> np.ndarray:
-    """Run the requests again; return the seconds as [1, 1]."""
+    """Run ``items`` once more, append the run to ``runs``, and return its seconds as an array [1, 1]."""
     runs.append(run_throughput(engine, items))
     return np.array([[runs[-1].elapsed_seconds]])
 
 
 def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]) -> tuple[float, list[StepRecord]]:
-    """Return simulated seconds, and the record of every step."""
+    """Simulate ``items``; return the simulated seconds and the record of every step."""
     steps: list[StepRecord] = []
     simulator = Simulator(scheduler, SplitMachine(model), steps.append)
     simulator.run([SimulatedRequest(item.prompt_token_ids, item.output_len, item.arrival_seconds) for item in items])
@@ -99,12 +99,12 @@ def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]
 
 
 def _decisions(steps: Sequence[StepRecord]) -> list[tuple[Any, ...]]:
-    """Return the scheduler's decisions, step by step."""
+    """Return what the scheduler decided in each step, for comparison of two runs."""
     return [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
 
 
 def offline_line(run: OfflineRun) -> str:
-    """Return the run as one line of text."""
+    """Describe ``run`` in one line of text."""
     same = "the same schedule step by step" if run.same_schedule else "ANOTHER schedule"
     return (
         f"Offline, {SPEC.num_prompts} requests of {SPEC.random_input_len} + {SPEC.random_output_len} tokens, "

@@ -19,7 +19,7 @@ MOST_POINTS = 24
 
 @dataclass(frozen=True)
 class Point:
-    """``users`` at once, each with a token every ``milliseconds``. ``fits``: memory holds them."""
+    """A point of the picture: ``users`` at once get a token every ``milliseconds``. ``fits``: memory holds them all."""
 
     users: int
     milliseconds: float
@@ -54,7 +54,7 @@ def alone_points(server: GpuServer, most_users: int, prices: Prices) -> list[Poi
 def plot_plan(
     planner: Planner, plan: Plan, server: GpuServer | None, prices: Prices, limits: ServiceLimits, title: str, path: str
 ) -> None:
-    """Draw both ways; hollow points exceed memory. Raise OSError if the file cannot be written."""
+    """Draw FastDecode and the GPU alone; hollow points exceed memory. Raise OSError if ``path`` cannot be written."""
     from matplotlib.ticker import LogFormatter
 
     own = plan_points(planner, plan, prices)

@@ -1,6 +1,6 @@
-"""The pictures of commands.
+"""Draws the pictures that commands save.
 
-They show the timeline of a step, a run's steps, the roofline, a plan, a validation, and times to first token.
+The pictures show a step's timeline, a run's steps, the roofline, a validation, and times to first token.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _end(events: Sequence[Event]) -> float:
 
 
 def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str) -> None:
-    """Draw the steps of a run. Raise OSError if the file cannot be written."""
+    """Draw the time and load of each step of a run to ``path``. Raise OSError if the file cannot be written."""
     with picture(path, 2, 1, figsize=(10, 6.4), sharex=True) as (load, seconds):
         load.figure.suptitle("KV load and time of every step", fontsize=11)
         load.plot([step.kv_load for step in steps], color="#3b6ea5", label="KV load")
@@ -132,14 +132,14 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # all steps, also those with prompts
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # prompts' steps too
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
 
 
 def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw the rows. Raise OSError if the file cannot be written."""
+    """Draw the fraction of the roofline that each row of ``bench attention`` reaches. Raise OSError on failure."""
     with picture(path, figsize=(10, 5)) as axes:
         for label, points in roofline_lines(rows).items():
             contexts = sorted(points)
@@ -155,7 +155,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
-    """Return the mean fraction by line label and context length. Labels omit what all rows share."""
+    """Return the mean fraction of the roofline by line label and context length. Labels omit what all rows share."""
     # Keys that, with the group, make separate lines
     line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
     varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]

@@ -45,7 +45,7 @@ class PrefillRow:
 
     @property
     def prediction_error(self) -> float:
-        """The prediction's error as a part of the measured time."""
+        """The prediction's relative error: predicted over measured time to first token, minus one."""
         return self.predicted_ttft_seconds / self.ttft_seconds_p50 - 1.0
 
 
@@ -79,7 +79,7 @@ class PrefillBench:
                 yield from (self._row(method, parts[method], found) for method, found in runs.items())
 
     def _searched(self, lengths: Sequence[int], count: int, advance: Callable[[], object]) -> dict[int, PartitionEntry]:
-        """Return searched parts by length, if a method needs them."""
+        """Search the best parts of each length for ``count`` workers, if a method needs them; return them by length."""
         if not searches(self.methods, lengths):
             return {}
         entries = {}
@@ -153,7 +153,7 @@ def report(rows: Sequence[PrefillRow]) -> dict[str, Any]:
 
 
 def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
-    """Yield the rows as text."""
+    """Yield the lines of a text table of ``rows``."""
     yield "workers  tokens  method    TTFT s   ± %  predicted  error   /alone    /tsp  MB sent (formula)  parts"
     for row in rows:
         ratios = _ratios(row, rows)

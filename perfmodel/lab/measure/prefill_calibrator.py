@@ -77,7 +77,7 @@ def search_parts(
 ) -> PartitionEntry:
     """Return the parts that KVR-S finds on the first ``num_workers``, from the model's balanced parts.
 
-    Runs are medians of ``rounds``.
+    The time of a partition is the median of ``rounds`` runs.
     """
 
     def seconds(parts: Parts) -> float:
@@ -93,7 +93,7 @@ def search_parts(
 
 
 def num_measurements(plan: PrefillCalibration, num_workers: int) -> int:
-    """Return how often ``advance`` is called."""
+    """Return how often ``calibrate_prefill`` with this ``plan`` calls ``advance``."""
     several = sum(count > 1 for count in set(plan.worker_counts))
     return len(set(plan.lengths)) * (1 + several) + num_workers - 1 + len(plan.table_lengths) * several
 

@@ -21,7 +21,7 @@ from fastdecode.engine.engine import LLMEngine
 class PromptRun:
     """Seconds from a prompt's arrival to its first token, and the bytes sent.
 
-    They are keys and values sent between prefill workers, and to the R-worker.
+    The bytes are those of keys and values sent between prefill workers, and to the R-worker.
     """
 
     seconds: float
@@ -59,12 +59,12 @@ class GivenParts:
         """Do nothing, since nothing depends on the time."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Return the next given parts."""
+        """Return the parts of the next prompt, as they were given."""
         bounds = (context_len, context_len + num_tokens)
         return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """Move on to the next given parts."""
+        """Continue with the given parts of the next prompt."""
         self.parts.pop(0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:

@@ -101,7 +101,7 @@ def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, ro
 def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
     """Return busy seconds of a layer of each shape, [num_steps, num_shapes].
 
-    The rig has equally many layers of each.
+    The rig has the same number of layers of each shape.
     """
     steps = [rig.step().busy_seconds.reshape(num_shapes, -1).mean(axis=1) for _ in range(num_steps)]
     return np.array(steps)
@@ -115,7 +115,7 @@ def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured
 
 
 def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
-    """Return the S-part of a step of ANCHOR_ROWS rows."""
+    """Return the S-part's seconds in a step of ANCHOR_ROWS rows."""
     steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, SAMPLE_STEPS, threads)
     return float(np.median([step.s_seconds for step in steps]))
 
@@ -158,7 +158,7 @@ def measure_contention(
 
 
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
-    """Return how many times slower S and R are than alone."""
+    """Measure both sides alone and together once; return how many times slower S and R are together."""
     r_rig.rewind(CONTEXT)
     s_alone = _s_seconds(s_rig)
     r_alone = _r_seconds(r_rig)

@@ -24,7 +24,7 @@ LONGEST_ERROR = 300
 """Most characters of a server's error that are kept."""
 
 _FAILURES = (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, asyncio.TimeoutError, OSError)
-"""Errors of a connection."""
+"""Exceptions that mean that the connection or the answer failed."""
 
 
 class ServerError(FastDecodeError):
@@ -169,7 +169,7 @@ async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, req
 
 
 def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
-    """Return the JSON of one request. A prompt without text is sent as token ids, which a chat cannot take."""
+    """Return the JSON body of the request ``item``. A prompt without text is sent as token ids; chats refuse it."""
     if target.chat:
         asked = {"messages": [{"role": "user", "content": item.prompt}], "max_completion_tokens": item.output_len}
     else:
@@ -199,7 +199,7 @@ async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> N
 
 
 def _take(chunk: _Chunk, request: ServedRequest) -> bool:
-    """Record a chunk; return True if it brought a token.
+    """Record the stream's ``chunk`` in ``request``; return True if the chunk brought a token.
 
     A chat's first chunk only names the role. In a completion text may be "", since a token need not complete a
     character.
@@ -221,7 +221,7 @@ def _take(chunk: _Chunk, request: ServedRequest) -> bool:
 async def served_model(base_url: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the server's description of its first model: ``id``, and if given ``root`` and ``max_model_len``.
 
-    Raise ServerError if it cannot be asked.
+    Raise ServerError if the server does not answer.
     """
     url = f"{base_url}/v1/models"
     try:

@@ -103,13 +103,13 @@ def serving_report(
 
 
 def _meets(request: ServedRequest, goodput: Mapping[str, float]) -> bool:
-    """Return whether the request met every objective, in milliseconds."""
+    """Return whether ``request`` met every objective in ``goodput``, which has milliseconds by metric."""
     found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(found[name] * 1e3 <= milliseconds for name, milliseconds in goodput.items())
 
 
 def _values(good: Sequence[ServedRequest]) -> dict[str, list[float]]:
-    """Return seconds by metric. A request of one token has no time per output token."""
+    """Return the values of each metric, in seconds. A request of one token has no time per output token."""
     return {
         "ttft": [request.ttft for request in good],
         "tpot": [request.tpot for request in good if request.output_len > 1],
@@ -119,7 +119,7 @@ def _values(good: Sequence[ServedRequest]) -> dict[str, list[float]]:
 
 
 def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Return the statistics in milliseconds; 0 without values."""
+    """Return mean, median and percentiles of ``seconds`` in milliseconds, by vLLM's keys; 0 without values."""
     values = np.array(seconds or [0.0]) * 1e3
     return {
         f"mean_{name}_ms": float(np.mean(values)),
@@ -166,7 +166,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Failed requests", "failed"
     if report.get("max_concurrency") is not None:
         yield "Maximum request concurrency", "max_concurrency"
-    if isinstance(report.get("request_rate"), float):  # "inf" is text
+    if isinstance(report.get("request_rate"), float):  # an infinite rate is the text "inf", which is no figure
         yield "Request rate configured (RPS)", "request_rate"
     yield "Benchmark duration (s)", "duration"
     yield "Total input tokens", "total_input_tokens"

@@ -65,7 +65,7 @@ def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
 
 
 def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_seconds: float) -> None:
-    """Add what has arrived. Its time to first token counts from its arrival."""
+    """Add the ``waiting`` requests that have arrived to the engine. Times to first token count from arrival."""
     now_seconds = time.perf_counter() - start_seconds
     while waiting and waiting[0][1].arrival_seconds <= now_seconds:
         index, item = waiting.popleft()
@@ -118,7 +118,7 @@ def run_baseline(
 def _report(
     batches: Sequence[BatchTimes], prompts: Sequence[list[int]], output_lens: Sequence[int], elapsed: float
 ) -> dict[str, Any]:
-    """Return the report of the requests in ``batches``, which are the first ones."""
+    """Return the report of the requests in ``batches``, the finished ones."""
     count = sum(batch.num_sequences for batch in batches)
     walls = [seconds for batch in batches for seconds in batch.decode_step_seconds]
     decoded = sum(batch.num_sequences * len(batch.decode_step_seconds) for batch in batches)

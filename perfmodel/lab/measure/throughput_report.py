@@ -108,7 +108,7 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
 def steady_figures(
     steps: Sequence[StepRecord], mean_output_len: float, kv_load_limit: int | None
 ) -> dict[str, float | int | None]:
-    """Return figures of the steady part.
+    """Return figures of the steady part of a run.
 
     It begins one mean output length (tokens, so steps) after the first start, and ends when the last request has
     started.
@@ -147,7 +147,7 @@ def latencies(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def _mean_gap(token_seconds: Sequence[float]) -> float:
-    """Return the time per output token of a request, after its first token."""
+    """Return a request's mean seconds per output token after the first. ``token_seconds``: when tokens came."""
     return (token_seconds[-1] - token_seconds[0]) / (len(token_seconds) - 1)
 
 
@@ -237,7 +237,7 @@ def _joined_workers(steps: Sequence[StepRecord]) -> int:
 
 
 def _twice_share(steps: Sequence[StepRecord]) -> float | None:
-    """Return the part of all steps' sequences that two R-workers held; None if none ever was."""
+    """Return the fraction of all steps' sequences that two R-workers held; None if there never was such a sequence."""
     once, twice = sum(step.pool.once for step in steps), sum(step.pool.twice for step in steps)
     return twice / (once + twice) if twice else None
 

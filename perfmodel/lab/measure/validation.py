@@ -63,7 +63,7 @@ class Configuration:
 
     @property
     def ranges(self) -> RangeParts:
-        """Reads and partial results of a step's sequences in ranges."""
+        """Range work of one step: queries sent to ranges, and partial results that return."""
         if self.kv_shard_tokens is None:
             return NO_RANGES
         closed, tail = divmod(self.context_len - 1, self.kv_shard_tokens)
@@ -113,7 +113,7 @@ class ValidatedRow:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, minus one."""
+        """The prediction's relative error: predicted over measured seconds of a step, minus one."""
         return self.predicted_step_seconds / self.measured_step_seconds - 1.0
 
 
@@ -204,7 +204,7 @@ class Validation:
         return run_offline(self.config, self.profile, anchors)
 
     def close(self) -> None:
-        """Free the anchors."""
+        """Close the engines and R-workers that serve as anchors."""
         self._cleanup.close()
 
     def _validated(self, configuration: Configuration) -> ValidatedRow:
@@ -228,7 +228,7 @@ class Validation:
         return self._anchors[key]
 
     def _r_anchor(self, threads: int, cores: tuple[int, ...] | None) -> Anchor:
-        """Return an anchor on the R-workers' cores."""
+        """Return an anchor that times an R-worker with ``threads`` threads on ``cores``."""
         key = ("r", threads)
         if key not in self._anchors:
             layout = self.profile.shape.some_layers(R_LAYERS)

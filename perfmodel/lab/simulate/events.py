@@ -121,11 +121,11 @@ class Timeline:
 
     @property
     def next_seconds(self) -> float:
-        """The time of the next event; infinite without one."""
+        """The simulated seconds at which the next event happens; infinite if no event remains."""
         return math.inf if self._next is None else self._next.seconds
 
     def due(self, now_seconds: float) -> Iterator[WorkerEvent]:
-        """Yield the events that have happened, each once."""
+        """Yield, once each, the events up to the simulated time ``now_seconds``."""
         while self._next is not None and self._next.seconds <= now_seconds:
             event, self._next = self._next, next(self._events, None)
             yield event

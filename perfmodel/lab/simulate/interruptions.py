@@ -24,7 +24,7 @@ class Interruptions(Companion):
         self._moments: list[tuple[int, float]] = []
 
     def forget(self, sequence_id: int) -> None:
-        """Note how far a sequence was, and when, before the scheduler handles its loss.
+        """Record how many tokens a sequence had, and when, before the scheduler handles the loss of its R-worker.
 
         A sequence that has ended is not in the scheduler any more.
         """
@@ -36,7 +36,7 @@ class Interruptions(Companion):
         self._moments.append((sequence_id, self._clock.now_seconds))
 
     def begun(self, step: ScheduledStep) -> None:
-        """Count the recomputed rows."""
+        """Count the rows of ``step`` that recompute lost tokens."""
         if not self._had:
             return
         for mini_batch in step.mini_batches:

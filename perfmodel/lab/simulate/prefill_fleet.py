@@ -27,7 +27,7 @@ class PrefillFleet:
         self._part_ends: dict[int, dict[int, float]] = {}
 
     def submit(self, prefill: RemotePrefill, now_seconds: float) -> None:
-        """Begin a prompt once all its workers are free."""
+        """Start the prompt ``prefill`` at ``now_seconds``, or once all its workers are free."""
         rows = [part.end - part.start for part in prefill.parts]
         speeds = [1.0 / self._slowness.get(part.worker, 1.0) for part in prefill.parts]
         start = max(now_seconds, *(self._free[part.worker] for part in prefill.parts))
@@ -40,7 +40,7 @@ class PrefillFleet:
         self._part_ends[prefill.job_id] = {part.worker: self._free[part.worker] for part in prefill.parts}
 
     def take(self, now_seconds: float) -> list[int]:
-        """Return the jobs that have ended, in order."""
+        """Return the ids of jobs that have ended by ``now_seconds``, in order."""
         ended = []
         while self._ends and self._ends[0][0] <= now_seconds:
             ended.append(heapq.heappop(self._ends)[1])
@@ -49,7 +49,7 @@ class PrefillFleet:
 
     @property
     def next_seconds(self) -> float:
-        """The end of the next prompt; infinite if there is none."""
+        """The simulated seconds at which the next prompt ends; infinite if none is running."""
         return self._ends[0][0] if self._ends else math.inf
 
     def lose(self, worker: int, now_seconds: float) -> list[int]:
@@ -84,7 +84,7 @@ class SimulatedPrefills(Companion):
     def happen(self, event: WorkerEvent) -> bool:
         """Apply an event to a prefill worker, which the scheduler learns before the next step.
 
-        Return False if the worker is not there, or joins although it is.
+        Return False if the worker is absent, or is to join although it is present.
         """
         if (event.worker in self._present) == (event.kind == JOIN):
             return False
@@ -117,6 +117,6 @@ class SimulatedPrefills(Companion):
             self.fleet.slow(event.worker, event.factor)
 
     def begun(self, step: ScheduledStep) -> None:
-        """Hand out the prompts."""
+        """Submit the prompts that ``step`` gives to prefill workers."""
         for prefill in step.prefills:
             self.fleet.submit(prefill, self._clock.now_seconds)

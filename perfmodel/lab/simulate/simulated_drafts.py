@@ -1,4 +1,4 @@
-"""Drafts in simulated time: their acceptance and cost."""
+"""Simulates draft tokens of speculative decoding: their acceptance and their cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SimulatedDrafter:
         return self.drafting.cost.seconds(len(wanted), passes, kv_tokens, self._num_r_workers) if passes else 0.0
 
     def accepted(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Return how many draft tokens of each sequence are accepted."""
+        """Draw how many of each sequence's draft tokens are accepted; return the numbers by sequence id."""
         if not drafts:
             return {}
         counts = np.array([len(tokens) for tokens in drafts.values()])

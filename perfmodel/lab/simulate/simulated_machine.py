@@ -18,7 +18,7 @@ from fastdecode.perfmodel.step_model import StepModel
 class StepCost:
     """Seconds of one step.
 
-    They are those of the whole, of the S-worker, of the host between steps, of the round trip to an R-worker, and of
+    They are the whole step's, the S-worker's, the host's between steps, those of the round trip to an R-worker, and of
     each R-worker's attention (float64 [num_workers]).
     """
 
@@ -30,7 +30,7 @@ class StepCost:
 
 
 class Machine(Protocol):
-    """A machine with step costs.
+    """The interface of a simulated machine, which knows what each step costs.
 
     ``kv_bytes_per_token``: read, over all layers; 0 if unknown. ``seconds_per_moved_token``: of a cached token between
     R-workers.

@@ -1,4 +1,4 @@
-"""The requests of a simulation, for the cycle."""
+"""Holds the requests of a simulation in the form that the engine's cycle uses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SimulatedRequests:
         return self._tokens.of(sequence_id)
 
     def hand_out(self) -> None:
-        """Store in each request the times of its tokens."""
+        """Copy the times of each request's tokens into the request, at the end of the run."""
         for sequence_id, request in enumerate(self._requests):
             request.token_seconds = self._tokens.of(sequence_id)
 

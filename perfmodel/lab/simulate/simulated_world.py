@@ -64,11 +64,11 @@ class SimulatedWorld:
 
     @property
     def next_event_seconds(self) -> float:
-        """The time of the next event; infinite without one."""
+        """The simulated seconds at which the next event happens; infinite if no event remains."""
         return self._events.next_seconds
 
     def tell(self, step: ScheduledStep) -> None:
-        """Drop the controls. Raise PlanError if prompts go to prefill workers and there are none."""
+        """Accept ``step`` without effect. Raise PlanError if its prompts go to prefill workers and there are none."""
         if step.prefills and self._prefills is None:
             raise PlanError("the scheduler sends prompts to prefill workers, and the simulator was given none")
 
@@ -178,7 +178,7 @@ class SimulatedWorld:
         return self._prefills is not None and self._prefills.happen(event)
 
     def _happens(self, event: WorkerEvent) -> bool:
-        """Apply an event to an R-worker; return False if it is not there, or joins although it is."""
+        """Apply ``event`` to its R-worker; return False if that is absent, or is to join although present."""
         worker = event.worker
         is_here = worker in self._places
         if event.kind == JOIN:
@@ -203,7 +203,7 @@ class SimulatedWorld:
         return True
 
     def _empty(self, place: int) -> None:
-        """Empty a place. An R-worker that returns has its initial speed."""
+        """Mark ``place`` as vacant. If its R-worker returns, it has its initial speed again."""
         self._slow.pop(self._places[place], None)
         self._places[place] = NO_ONE
         self._leaving.discard(place)

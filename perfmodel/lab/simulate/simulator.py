@@ -90,7 +90,7 @@ class Simulator:
 
     @property
     def now_seconds(self) -> float:
-        """Simulated seconds."""
+        """The simulated seconds since the start of the run."""
         return self._clock.now_seconds
 
     @property
@@ -100,7 +100,7 @@ class Simulator:
 
     @property
     def changes(self) -> PoolChanges:
-        """The changes of the pool between steps."""
+        """The changes of the pool of R-workers that happened between steps."""
         return self._membership.changes
 
     def _idle_until(self, moment: float) -> None:
@@ -143,7 +143,7 @@ class Slo:
                 raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
     def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
-        """Return whether ``requests`` meet it; one that has not ended, or never started, does not."""
+        """Return whether ``requests`` meet these limits. If one has not ended, they do not."""
         if not all(request.finished for request in requests):
             return False
         delay = np.median([request.scheduling_delay_seconds for request in requests])

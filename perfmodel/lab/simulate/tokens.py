@@ -94,11 +94,11 @@ class SimulatedOutput(Sequence[int]):
         return self._tokens.count(self._request_id)
 
     def __getitem__(self, place: Any) -> Any:
-        """Return a zero, or a new list of zeros."""
+        """Return a zero for an index, or a list of zeros for a slice."""
         return ([0] * len(self))[place]
 
     def __eq__(self, other: object) -> bool:
-        """Compare like lists."""
+        """Return whether ``other`` equals the list of zeros that this output stands for."""
         return list(self) == other
 
     __hash__ = None  # type: ignore[assignment]  # as a list's

@@ -37,7 +37,7 @@ class SimulatedRequest:
 
     @property
     def finished(self) -> bool:
-        """True once it has all its tokens."""
+        """True once the request has all its ``output_len`` tokens."""
         return len(self.token_seconds) == self.output_len
 
     @property
@@ -47,7 +47,7 @@ class SimulatedRequest:
 
     @property
     def seconds_between_tokens(self) -> np.ndarray:
-        """Seconds between tokens, float64 [tokens − 1]."""
+        """Seconds between consecutive tokens of this request, float64 [tokens − 1]."""
         return np.diff(self.token_seconds)
 
 
@@ -175,7 +175,7 @@ class SimulatedWorkload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its output."""
+        """The most tokens that a prompt has together with its output."""
         return int((self.prompt_lens + np.array(self.output_lens)).max())
 
     @property
