@@ -1,4 +1,4 @@
-"""The engine: takes requests and returns tokens, by one cycle over the S-worker and its R-workers."""
+"""The engine: takes requests and returns tokens. One cycle runs the steps on the S-worker and its R-workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastdecode.engine.live import Sampled
 from fastdecode.scheduler import Scheduler
 
 END_SECONDS = 10.0
-"""Most seconds for parking remaining prefixes when an engine ends."""
+"""Most seconds for parking unused prefixes when an engine ends."""
 
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,10 @@ logger = logging.getLogger(__name__)
 
 class LLMEngine:
     """Continuous batching over one S-worker and its R-workers. Use it from one thread.
-
     Call ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
     token. ``cycle`` runs the steps in ``world``. Its companions are ``membership``, and if present ``prefills`` and
     ``speculation``. ``r_workers``: all R-workers there have ever been, by index. ``in_flight``: unfinished requests.
-    ``journal``: the record of these. ``trouble``: why requests wait and no step runs; "" if all is well.
+    ``journal``: records these requests. ``trouble``: why requests wait and no step runs; "" if steps run.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
@@ -85,16 +84,15 @@ class LLMEngine:
         self.cycle.on_step = called
 
     def replace_scheduler(self, scheduler: Scheduler) -> None:
-        """Use ``scheduler`` from now on. The engine must be idle and its caches empty."""
+        """Replace the scheduler by ``scheduler``. The engine must be idle and its caches empty."""
         self.cycle = Cycle(scheduler, self.world, self._requests, self._parts.companions, self.on_step)
 
     def add_request(
         self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_seconds: float | None = None
     ) -> None:
-        """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter`` (now).
-
-        A request that the journal knows by this id, prompt and parameters continues where it stopped. Raise
-        RequestError or ConfigError if it can never run.
+        """Queue a request that arrived at ``arrival_seconds`` of ``time.perf_counter``; None means now.
+        If the journal knows a request with this id, prompt and parameters, it continues where it stopped. Raise
+        RequestError or ConfigError if the request can never run.
         """
         if self._closed:
             raise RequestError("the engine is closed")
@@ -114,7 +112,7 @@ class LLMEngine:
         self._requests.enter(request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drop waiting or running requests. Unknown ids are ignored, since they may just have finished."""
+        """Abort waiting or running requests. Unknown ids are ignored, since the requests may just have finished."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self._requests.abort(self.cycle, request_id)
         if self.prefills:
@@ -122,21 +120,19 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request waits, runs, or has ended without being returned."""
+        """Return whether a request waits, runs, or has ended without its output being returned."""
         return len(self._requests) > 0
 
     def step(self) -> list[RequestOutput]:
         """Run one step: a token for every running request, plus prompt chunks.
-
-        Return the outputs of requests that grew.
+        Return the outputs of requests that got tokens or ended.
         """
         if self.in_flight:
             self._attempt(self.cycle.turn)
         return self._requests.take_outputs()
 
     def look_around(self) -> None:
-        """Find R-workers that joined or are lost, while the engine has nothing to do.
-
+        """Find R-workers that joined or are lost, while the engine has no requests.
         Raise WorkerLostError if none is left and none has joined in time.
         """
         if not self.has_unfinished_requests():
@@ -144,8 +140,7 @@ class LLMEngine:
 
     def drain_r_worker(self, index: int) -> None:
         """Drain R-worker ``index`` of ``r_workers``; it leaves once its sequences have moved, some steps later.
-
-        Raise ConfigError if there is none. The last R-worker stays until another has joined.
+        Raise ConfigError if there is no such R-worker. The last R-worker stays until another has joined.
         """
         self.membership.drain(self.scheduler, index)
 
@@ -186,7 +181,9 @@ class LLMEngine:
         self._cleanup.close()
 
     def _attempt(self, work: Callable[[], object], waits: bool = True) -> None:
-        """Do ``work`` unless no R-worker is there; then wait a moment if ``waits``. Raise an error after too long."""
+        """Call ``work`` if an R-worker is there; else, if ``waits``, check for one.
+        Raise WorkerLostError after too long.
+        """
         try:
             if not self.trouble or (waits and self._has_come()):
                 work()
@@ -210,7 +207,7 @@ class LLMEngine:
         return False
 
     def _park_rest(self) -> None:
-        """Park the remaining prefixes on R-workers' disks, within the time allowed at the end."""
+        """Park unused prefixes on R-workers' disks, for at most END_SECONDS."""
         if self.parking and not self.trouble:
             with contextlib.suppress(BackendError):
                 self.parking.finish(self.cycle, END_SECONDS)

@@ -50,7 +50,7 @@ class LiveRequests:
         return len(self.in_flight) + len(self._ended)
 
     def enter(self, request: Request) -> None:
-        """Add ``request``. Some or all of its outputs may have ended in an earlier engine."""
+        """Add ``request`` to the requests in flight. Some of its outputs may have ended in an earlier engine."""
         self.journal.enter(request)
         self.in_flight.add(request)
         for completion in request.completions:
@@ -61,7 +61,7 @@ class LiveRequests:
             self.in_flight.remove(request.request_id)
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """Note that requests whose prompt begins in this step stop waiting now. See ``Requests``."""
+        """Record that requests whose prompt begins in ``step`` stop waiting at ``now_seconds``. See ``Requests``."""
         if not step.num_starts:
             return
         here = [int(chunk["sequence_id"]) for part in step.mini_batches for chunk in part.prompts]
@@ -108,7 +108,7 @@ class LiveRequests:
             self.in_flight.remove(request.request_id)
 
     def abort(self, cycle: RunningCycle, request_id: str) -> None:
-        """Drop a request, waiting or running; unknown ones are ignored."""
+        """Abort the waiting or running request ``request_id``; unknown ids are ignored."""
         self._ended = [each for each in self._ended if each.request_id != request_id]
         request = self.in_flight.remove(request_id)
         if request:
@@ -118,9 +118,8 @@ class LiveRequests:
                 self._finish(cycle, completion, "abort")
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return snapshots of the requests that grew or ended since the last call.
-
-        They are made while the journal is being written.
+        """Return the outputs of the requests that got tokens or ended since the last call.
+        The outputs are made while the journal is being written.
         """
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
@@ -131,7 +130,7 @@ class LiveRequests:
     def _grow(
         self, cycle: RunningCycle, request: Request, completion: Completion, tokens: Sequence[SampledToken]
     ) -> int:
-        """Append ``tokens`` until one ends ``completion``; return how many were appended."""
+        """Append ``tokens`` to ``completion`` until one ends it; return how many were appended."""
         for count, token in enumerate(tokens, 1):
             completion.append(token, request.params, self._eos_token_ids)
             if completion.finish_reason is not None:
@@ -147,9 +146,9 @@ class LiveRequests:
 
 class LiveWorld:
     """The ``World`` of an engine.
-
     ``overlap``: mini-batches take turns, so that S-worker and R-workers compute at once; False only to measure the
-    gain. ``tracer``: records what every side does; None without a trace. ``clock`` then records intervals.
+    gain. ``tracer``: records the busy intervals of every side; None without a trace. ``clock`` then records intervals
+    too.
     """
 
     def __init__(
@@ -163,8 +162,8 @@ class LiveWorld:
         in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
-
-        ``ranks``: ``backend`` if several ranks share the model. ``in_ranges``: sequences may lie in ranges.
+        ``ranks``: the same as ``backend`` if several ranks share the model. ``in_ranges``: sequences may have several
+        segments.
         """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock
@@ -202,8 +201,7 @@ class LiveWorld:
 
     def score(self, step: ScheduledStep) -> np.ndarray:
         """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
-
-        The R-workers keep nothing of it.
+        The R-workers keep no tokens of the chunk.
         """
         self.tell(step)
         try:
@@ -218,7 +216,7 @@ class LiveWorld:
         self.backend.abandon_step()
 
     def wait(self) -> None:
-        """Wait until the state of a prompt at the prefill workers changes, or for ``patience_seconds``."""
+        """Wait until a prompt at the prefill workers is computed or fails, or for ``patience_seconds``."""
         # Longest wait of a step for prefill workers, since the caller may add requests
         patience_seconds = 0.05
         if self._prefills:
@@ -231,7 +229,7 @@ class LiveWorld:
         return time.perf_counter() - start
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """See ``World``. A newcomer's measured bandwidth counts only if all R-workers measured theirs."""
+        """See ``World``. A new R-worker's measured bandwidth counts only if all R-workers measured theirs."""
         joined = self.backend.admit(vacant)
         return {index: self._enter(index, info) for index, info in joined.items()}
 
@@ -253,17 +251,16 @@ class LiveWorld:
         return step_record(step, report, seconds, num_output_tokens, self.overlap, pool)
 
     def start_tracing(self) -> Tracer:
-        """Record what every side does from now on; return the tracer."""
+        """Start to record the busy intervals of every side; return the tracer."""
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer
 
     @contextlib.contextmanager
     def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
-        """Let another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps meanwhile.
-
-        This serves measurements that need full caches without computing prompts. Raise ConfigError for anything but
-        ``RandomPrompts`` if ranks share the model.
+        """Let another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps within the context.
+        This serves measurements that need full caches without computing prompts. If ranks share the model, raise
+        ConfigError unless ``make_s_worker`` is ``RandomPrompts``.
         """
         if self._ranks and make_s_worker is not RandomPrompts:
             raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")

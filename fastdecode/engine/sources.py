@@ -1,7 +1,6 @@
-"""Attention sources: the blocks of context that each generated token looked at, for the requests that ask.
-
-Before a step its rows are tapped (``tapped``): the S-worker keeps what they ask in each layer. Once its layers are done
-and its tokens sampled, R-workers share the attention of those rows that gave a token among blocks of their context.
+"""Attention sources: the blocks of context to which each generated token attended, for requests that ask for them.
+Before a step, the rows that need sources are tapped (``tapped``): the S-worker keeps their queries in each layer. Once
+the step's tokens are sampled, R-workers share the attention of these rows among blocks of their context.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Sampled = dict[int, list[SampledToken]]
 
 
 class _Row(NamedTuple):
-    """A row that gives a token: ``place``: of a sequence's tokens of this step the number of the first one it gives."""
+    """A row that gives a token. ``place``: the index of this token among the sequence's tokens of the step."""
 
     sequence_id: int
     place: int
@@ -36,12 +35,12 @@ class _Row(NamedTuple):
 
 
 class AttentionSources:
-    """Finds the sources of the tokens of requests in flight that ask."""
+    """Finds the attention sources of tokens, for requests in flight that ask for them."""
 
     def __init__(
         self, layout: KVLayout, in_flight: InFlight, backend: AttentionBackend, in_ranges: bool, has_prefills: bool
     ) -> None:
-        """``in_ranges``: sequences may lie in ranges. ``has_prefills``: prefill workers compute prompts."""
+        """``in_ranges``: sequences may have several segments. ``has_prefills``: prefill workers compute prompts."""
         self._layout, self._in_flight, self._backend = layout, in_flight, backend
         self._attending = [place for place, each in enumerate(layout.layers) if isinstance(each, Attending)]
         self._in_ranges, self._has_prefills = in_ranges, has_prefills
@@ -58,7 +57,7 @@ class AttentionSources:
         return replace(step, taps=tuple(self._taps(each) for each in step.mini_batches))
 
     def found(self, step: ScheduledStep, computed: Sampled, queries: Queries) -> Sampled:
-        """Return the tokens of ``step``, which was tapped, with their sources; the step must still be open."""
+        """Return the tokens of the tapped ``step`` with their attention sources; the step must still be open."""
         if not step.taps:
             return computed
         rows = list(self._rows(step, computed))
@@ -77,7 +76,7 @@ class AttentionSources:
         return computed
 
     def _cannot(self, params: SamplingParams) -> str | None:
-        """Return why attention sources cannot be reported; None if they can."""
+        """Return why the attention sources that ``params`` ask for cannot be reported; None if they can."""
         if not self._attending:
             return "no layer of this model attends: leave it out"
         if self._has_prefills:
@@ -93,7 +92,7 @@ class AttentionSources:
         return None
 
     def _layers(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the places of the chosen layers, and of the indexes that they read."""
+        """Return the indices of the layers that ``params`` choose, and of the index layers that these use."""
         numbers = params.attention_source_layers
         if numbers is None:
             chosen = [each for each in self._attending if self._spec(each).window == 0]
@@ -109,12 +108,12 @@ class AttentionSources:
         return self._in_flight.family(sequence_id)[0].params
 
     def _asked(self, mini_batch: MiniBatch) -> np.ndarray:
-        """Return the places of the chunks that sample and ask."""
+        """Return the indices of the chunks that sample and whose request asks for attention sources."""
         chunks = mini_batch.chunks
         return np.flatnonzero(chunks["samples"] & np.isin(chunks["sequence_id"], list(self._in_flight.asking)))
 
     def _taps(self, mini_batch: MiniBatch) -> np.ndarray:
-        """Return the rows that may give a token: all rows of drafts, else the last row of a chunk."""
+        """Return the rows that may give a token with sources: all rows of a chunk with drafts, else its last row."""
         chunks, ends = mini_batch.chunks, np.cumsum(mini_batch.chunks["num_rows"])
         rows = [np.arange(ends[each] - _num_giving(chunks[each]), ends[each]) for each in self._asked(mini_batch)]
         return np.concatenate(rows) if rows else np.zeros(0, np.int64)
@@ -141,7 +140,7 @@ def _num_giving(chunk: np.void) -> int:
 
 
 def _parts(mini_batch: MiniBatch, index: int, position: int) -> tuple[WeighedPart, ...]:
-    """Return the context of the row at ``position`` of chunk ``index``: closed ranges, then the tail or the whole."""
+    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail or the whole."""
     chunk, reads = mini_batch.chunks[index], mini_batch.reads
     parts = []
     if len(reads):

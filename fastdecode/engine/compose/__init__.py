@@ -1,1 +1,1 @@
-"""Composition: the only place where an engine's parts are made and joined."""
+"""Composition: the only package where an engine's parts are made and joined."""

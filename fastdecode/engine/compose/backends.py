@@ -42,11 +42,10 @@ def make_backend(
     run: Run | None = None,
     insists: bool = True,
 ) -> AttentionBackend:
-    """Return a backend over the R-workers in ``config.r_workers``, those of this machine on ``cores``.
-
+    """Return a backend over the R-workers in ``config.r_workers``; R-workers of this machine run on ``cores``.
     It has a listener for R-workers that join, which also serves prefill workers that join ``prefill_workers``.
-    ``model``: its identity; ``run``: of the journal. By both, R-workers know which session continues. ``insists``: a
-    silent S-worker before this one loses its session. ``ray_job``: from ``place_on_ray``.
+    ``model``: the model's identity; ``run``: the journal's run. By both, R-workers know which session continues.
+    ``insists``: take the session from an earlier S-worker that is silent. ``ray_job``: from ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
@@ -91,7 +90,9 @@ def place_on_ray(config: EngineConfig) -> RayJob | None:
 
 
 def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
-    """Return ``config`` with a file of the job's key, unless it has a key file. ``cleanup`` removes the file."""
+    """Return ``config`` with a temporary file of the job's key, unless it has a key file.
+    ``cleanup`` removes the file.
+    """
     if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
         return config
     path = Path(cleanup.enter_context(tempfile.TemporaryDirectory())) / "key"
@@ -101,7 +102,7 @@ def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> En
 
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
-    """Return the disks of R-workers behind ``backend``; None if it cannot reach them."""
+    """Return the access to disks of the R-workers behind ``backend``; None if it cannot reach them."""
     from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
@@ -118,7 +119,7 @@ def journal_copies(backend: AttentionBackend) -> Place:
 
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
-    """Return ``layout``, a model's or a rank's part, as R-workers get it."""
+    """Return ``layout``, of a model or a rank's part, with the settings that R-workers need from ``config``."""
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
@@ -127,7 +128,7 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
 
 
 def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "loopback", "any"]:
-    """Return where R-workers take keys and values from prefill workers; see ``KVLayout.kv_port``."""
+    """Return the addresses on which R-workers accept keys and values from prefill workers; see ``KVLayout.kv_port``."""
     spec = config.prefill_worker_spec
     if spec is None:
         return ""
@@ -137,7 +138,7 @@ def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "l
 
 
 def _is_near(spec: WorkerSpec) -> bool:
-    """Return whether these workers are on this machine and are reached only through it."""
+    """Return whether the workers of ``spec`` are on this machine and are reached only through it."""
     if spec.kind == "ray":
         return False
     if spec.kind == "mpi":
@@ -148,7 +149,7 @@ def _is_near(spec: WorkerSpec) -> bool:
 
 
 def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
-    """Return the prefill workers in ``config.prefill_workers``. Those of this machine start loading their models."""
+    """Return the prefill workers in ``config.prefill_workers``, or None. Spawned ones start to load their models."""
     spec = config.prefill_worker_spec
     if spec is None:
         return None
@@ -174,9 +175,8 @@ def tuning() -> Tuning:
 
 
 def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KVLayout) -> StateRoom | None:
-    """Keep the states of ``layout`` in this process, beside the R-workers of ``backend``, if ``config`` says so.
-
-    Return the room for them, or None. ``backend`` must not be open yet. Raise CapacityError if the room is too small
+    """Keep the recurrent states of ``layout`` in this process, not on R-workers, if ``config`` says so.
+    Return the room for states, or None. ``backend`` must not be open yet. Raise CapacityError if the room is too small
     for all sequences in flight.
     """
     if config.state_on != "s":
@@ -241,10 +241,9 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
 
 
 def prepare(config: EngineConfig) -> None:
-    """Do what an engine needs before it loads its model. Raise ConfigError for what would fail afterwards.
-
-    It checks the environment variables of R-workers on this machine. With MPI, it also joins the job here. So the other
-    ranks need not wait for the model, and end with this process if it cannot be loaded.
+    """Prepare what an engine needs before it loads its model. Raise ConfigError for settings that would fail later.
+    Check the environment variables of R-workers on this machine. With MPI, also join the job here. So the other ranks
+    need not wait for the model, and end with this process if the model cannot be loaded.
     """
     spec, prefill = config.r_worker_spec, config.prefill_worker_spec
     if config.in_mpi_job:
@@ -264,19 +263,18 @@ def prepare(config: EngineConfig) -> None:
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:
-    """Return the KV cache of each R-worker on this machine, in bytes."""
+    """Return the size of the KV cache of each R-worker on this machine, in bytes."""
     wanted = config.bytes_of("kv_cache_memory")
     return wanted or int(available_memory_bytes() * KV_CACHE_SHARE) // config.num_r_workers
 
 
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
-    """Raise CapacityError unless every R-worker can hold one longest sequence, or all together its ranges.
-
+    """Raise CapacityError unless each R-worker, or all together, can hold a sequence of ``max_model_len`` tokens.
     The message says how much memory that takes. Raise ConfigError if there is one R-worker for two copies.
     """
     placing = config.placing
     if not config.pool_listen:
-        placing.check_r_workers(max(len(workers), config.num_r_workers))  # one may be lost since
+        placing.check_r_workers(max(len(workers), config.num_r_workers))  # an R-worker may have been lost since
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
     one_piece = layout.cannot("ranges") is not None or not placing.may_cut
     block_size = workers[0].block_size

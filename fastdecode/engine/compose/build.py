@@ -1,4 +1,4 @@
-"""The composition root: from settings to the complete parts of an engine."""
+"""The composition root: makes all parts of an engine from its settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine. ``config`` is this rank's; ``companions``: all companions of the cycle."""
+    """The parts of an engine. ``config``: the settings of this rank; ``companions``: all companions of the cycle."""
 
     config: EngineConfig
     s_model: SModel
@@ -81,9 +81,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Pool:
-    """The R-workers, open for a model.
-
-    ``ranks``: ``backend`` if several ranks share the model. ``state_room``: set if states are kept here.
+    """The R-workers, opened with caches for a model.
+    ``ranks``: the same as ``backend`` if several ranks share the model. ``state_room``: room for recurrent states if
+    the S-worker keeps them, else None.
     """
 
     backend: AttentionBackend
@@ -105,11 +105,11 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         prepare(config)
     r_cores = usable_cores()
     cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-    ray_job = None if backend else place_on_ray(config)  # refused before a model is loaded
+    ray_job = None if backend else place_on_ray(config)  # refuse this before a model is loaded
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
-    prefill_backend = make_prefill_backend(config)  # its processes load their models meanwhile
+    prefill_backend = make_prefill_backend(config)  # its processes load their models at the same time
     if prefill_backend:
         cleanup.callback(prefill_backend.close)
     ranks = begin_ranks(config)
@@ -134,14 +134,13 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
 def _first_pool(
     config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
 ) -> tuple[_Pool, Run]:
-    """Return the result of ``open_pool``. A standby repeats it until the S-worker before it is gone.
-
-    It insists once that S-worker gives no sign of life in the journal's folder. Without a folder, R-workers notice its
-    silence.
+    """Return the result of ``open_pool``. A standby repeats it until the earlier S-worker is gone.
+    It insists once the earlier S-worker shows no heartbeat in the journal's folder. Without a folder, R-workers notice
+    its silence.
     """
     pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
     reason = ""
-    # Between two looks whether a session is free
+    # Seconds between two attempts of a standby to open its session
     standby_seconds = 0.25
     while True:
         run = next_run(config.journal_folder)
@@ -218,9 +217,8 @@ def _put_together(
 def _make_prompts(
     config: EngineConfig, model: SModel, pool: _Pool, num_tokens: int, cleanup: ExitStack
 ) -> PromptCache | None:
-    """Return what attends up to ``num_tokens`` tokens of prompts on this process's cores.
-
-    None means that torch does, or nothing.
+    """Return the cache that attends up to ``num_tokens`` prompt tokens on this process's cores.
+    Return None if torch attends prompts, or the S-worker attends none.
     """
     if model.on_gpu or not num_tokens:
         return None
@@ -232,7 +230,7 @@ def _make_prompts(
 def _make_s_worker(
     config: EngineConfig, model: SModel, pool: _Pool, prompts: PromptCache | None, num_mini_batches: int
 ) -> SWorker:
-    """Return the S-worker of ``model``, or of this rank's part, which then leads the other ranks."""
+    """Return the S-worker of ``model``. With several ranks it computes this rank's part and leads the other ranks."""
     clock = StateClock()
     if pool.ranks:
         lead = pool.ranks.lead
@@ -252,7 +250,9 @@ def _make_speculation(
     cleanup: ExitStack,
     lead: Lead | None,
 ) -> Speculation | None:
-    """Return what drafts tokens for requests in flight; None without drafting. ``lead``: see ``make_drafter``."""
+    """Return the companion that drafts for requests ``in_flight``; None without drafting.
+    ``lead``: see ``make_drafter``.
+    """
     if config.speculative is None:
         return None
 

@@ -1,4 +1,4 @@
-"""The journal of an engine, and what R-workers have kept of the engine before it."""
+"""The journal of an engine, and the sequences that R-workers have kept from an earlier engine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def make_journal(
     run: Run,
     cleanup: ExitStack,
 ) -> Journal:
-    """Return what keeps requests and tokens for an engine after this one, where ``config`` asks for it.
-
-    ``fingerprint``: see ``KeptJournal``. Where R-workers have the session of an engine before, which may only be
-    stopped, the journal is taken from it.
+    """Return the journal that keeps requests and tokens for a later engine, if ``config`` asks for one.
+    ``fingerprint``: see ``KeptJournal``. If R-workers hold the session of an earlier engine, which may only be stopped,
+    the journal is taken from that engine.
     """
     if config.journal is None:
         return Journal()
@@ -56,9 +55,8 @@ def make_journal(
 
 
 def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
-    """Adopt what R-workers hold of sequences that ``journal`` knows.
-
-    ``keeps``: R-workers are to keep their cache, so note from here on what an engine after this one has to know.
+    """Continue from the tokens that R-workers hold of sequences in ``journal``.
+    ``keeps``: R-workers keep their caches for a later engine, so record cache ids in the journal.
     """
     scheduler.store.names.is_wanted = keeps
     held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
@@ -70,8 +68,8 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
     elif keeps and any(each.token_ids for each in known.values()):
         logger.warning("no R-worker has kept caches of the session: this engine computes them again")
     if keeps and not in_one_place:
-        # otherwise rows that attended on an R-worker which is lost in their first step would count as right until its
-        # end
+        # otherwise rows that attended on an R-worker which is lost in their first step would count as correct until
+        # that step's end
         adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 
@@ -79,7 +77,7 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
 def _adopt(
     scheduler: Scheduler, r_workers: list[RWorkerInfo], held: Held, journal: Journal, known: dict[int, KnownTokens]
 ) -> None:
-    """Keep what R-workers hold of sequences of ``known`` tokens, and release the rest."""
+    """Keep the tokens that R-workers hold of ``known`` sequences, and release all other held sequences."""
     ends = (1 + each.cache_id for several in held.values() for each in several)
     journal.next_sequence_id = max(journal.next_sequence_id, *ends)
     lowest_name = min(journal.lowest_name, *(each.cache_id for several in held.values() for each in several))
@@ -93,5 +91,5 @@ def _adopt(
 
 
 def _wrote(journal: Journal, r_worker: RWorkerInfo) -> bool:
-    """Return whether ``r_worker`` kept the cache of the run that wrote ``journal``, and not of another run."""
+    """Return whether ``r_worker`` kept the cache of the run that wrote ``journal``, not of another run."""
     return r_worker.kept_of.rpartition(" ")[2] in ("", journal.before)

@@ -1,4 +1,4 @@
-"""Caches in the S-worker's own process: of a draft model, of prompts in progress, and of one layer."""
+"""Caches in the S-worker's process: for a draft model, for prompts in progress, and for one layer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def make_prompt_backend(
     config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
 ) -> AttentionBackend:
     """Return an open R-worker in this process for ``num_tokens`` tokens of prompts in progress.
-
-    It runs on the S-worker's cores, in the arithmetic of ``r_workers`` if they have one in common that this processor
-    supports. Then a token does not depend on where it was computed.
+    It runs on the S-worker's cores. It uses the instruction set that all ``r_workers`` use, if this processor supports
+    it. Then a token does not depend on where it was computed.
     """
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
@@ -46,9 +45,8 @@ def make_prompt_backend(
 
 
 def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
-    """Return a function that makes ``_rworker.RWorker``s here, for one layer and one sequence of ``num_tokens``.
-
-    They use the S-worker's threads.
+    """Return a function that makes an ``_rworker.RWorker`` for one layer and one sequence of ``num_tokens`` tokens.
+    It uses the S-worker's threads.
     """
     from fastdecode.cluster.r_worker.host import make_layer_cache
 
@@ -57,6 +55,6 @@ def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayo
 
 
 def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:
-    """Return the instruction set whose arithmetic all of ``r_workers`` use; "auto" if they differ."""
+    """Return the instruction set that all of ``r_workers`` use; "auto" if they differ."""
     isa, *others = {worker.isa for worker in r_workers}
     return "auto" if others else isa

@@ -1,4 +1,4 @@
-"""Parts of an engine made from settings and loaded parts: threads, scheduler, and the model of its steps."""
+"""Parts of an engine made from settings and loaded parts: threads, scheduler, and models of step times."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from fastdecode.sworker.model.loader import model_shape
 logger = logging.getLogger(__name__)
 
 CPU_TILE_TOKENS = 64
-"""A token budget with a time target is a multiple of this, for which matrix products are fastest."""
+"""A token budget with a time target is a multiple of this number of tokens, with which products are fastest."""
 
 
 def pin_s_worker(config: EngineConfig) -> int:
-    """Bind this thread to the S-worker's cores, if there are any; return the number of threads to use."""
+    """Bind this thread to the S-worker's cores, if ``config`` names any; return the number of threads to use."""
     if config.s_core_list:
         os.sched_setaffinity(0, config.s_core_list)
     return s_thread_count(config)
 
 
 def s_thread_count(config: EngineConfig) -> int:
-    """Return the threads of the S-worker's matrix products: by default one per core."""
+    """Return the number of threads for the S-worker's matrix products: by default one per core."""
     return config.s_threads or len(config.s_core_list or usable_cores())
 
 
@@ -59,10 +59,9 @@ def make_scheduler(
     state_room: StateRoom | None,
 ) -> Scheduler:
     """Return the scheduler for ``config``.
-
-    Prompts of up to ``scratch_tokens`` at a time attend on the S-worker. If ``config`` sets a target time between
-    tokens, step times come from a profile, or some steps are timed. ``prefill_policy``: that of its prefill workers.
-    ``state_room``: set if states are on the S-worker.
+    Prompts of up to ``scratch_tokens`` tokens in all attend on the S-worker. If ``config`` sets a target time between
+    tokens, step times come from a profile, or some steps are timed. ``prefill_policy``: None without prefill workers.
+    ``state_room``: set if the S-worker keeps recurrent states.
     """
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
@@ -102,7 +101,9 @@ def make_scheduler(
 
 
 def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
-    """Return ``Limits`` fields for states on the S-worker, beside R-workers with blocks of ``block_bytes``."""
+    """Return the ``Limits`` fields for recurrent states on the S-worker.
+    ``block_bytes``: bytes of an R-worker's block.
+    """
     if room is None:
         return {}
     return {"kept_states": room.kept, "state_worth_blocks": -(-room.state_bytes // block_bytes)}
@@ -131,10 +132,9 @@ def make_parking(
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return how many prompt tokens may attend on the S-worker.
-
-    A hybrid has none, since R-workers hold its states. By default there are none if all R-workers share the S-worker's
-    cores, since nothing could overlap.
+    """Return how many prompt tokens may attend on the S-worker at a time.
+    A hybrid model has none, since R-workers hold its states. By default there are none if all R-workers share the
+    S-worker's cores, since nothing could overlap.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
     if model.layout.cannot("scratch") or (config.prefill_scratch is None and shares_cores):
@@ -143,8 +143,7 @@ def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWork
 
 
 def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_gpu: bool = False) -> int:
-    """Return how many prompt tokens' keys and values the S-worker may hold in its free memory.
-
+    """Return for how many prompt tokens the S-worker may hold keys and values in ``free_bytes``.
     They have the cache's dtype, but on a GPU the model's.
     """
     elements = sum(layer.kv_elements for layer in layout.layers)
@@ -155,15 +154,14 @@ def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_g
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
-    """Return each R-worker's measured read bandwidth; all equal unless all measured it."""
+    """Return each R-worker's measured read bandwidth; equal numbers unless all R-workers measured theirs."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
     return measured if all(measured) else (1.0,) * len(measured)
 
 
 def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:
-    """Return Sarathi-Serve's τ, from ``least`` (one token per decoding sequence) to ``most`` tokens.
-
-    Raise ConfigError if even ``least`` tokens take more than ``target_seconds``.
+    """Return the most tokens of a step within ``target_seconds``: Sarathi-Serve's τ, from ``least`` to ``most``.
+    ``least``: one token per decoding sequence. Raise ConfigError if even these take more than ``target_seconds``.
     """
     if step_time(least, 0) > target_seconds:
         raise ConfigError(
@@ -177,8 +175,7 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
 
 def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
     """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; return the times.
-
-    They run on the R-worker with most room, and leave nothing behind.
+    The steps run on the R-worker with most room, and leave no tokens in its cache.
     """
     index = max(range(len(r_workers)), key=lambda each: r_workers[each].room_tokens)
     most_tokens = min(most_tokens, r_workers[index].room_tokens)
@@ -190,9 +187,9 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 
 
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
-    """Return the seconds of the faster of two steps with ``num_tokens`` of a prompt, on R-worker ``index``."""
+    """Return the seconds of the faster of two steps with ``num_tokens`` prompt tokens on R-worker ``index``."""
     attends = s_worker.layout.cannot("scratch") is not None
-    # Of no other sequence: R-workers may hold any of those of an engine before this one
+    # An id of no other sequence: R-workers may hold any sequence of an earlier engine
     trial_id = 1 << 62
     chunk = Chunk(trial_id, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
@@ -209,9 +206,8 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with the place of latent absorption decided, if it is open and the profile has measured both.
-
-    The faster place wins. Every rank comes to the same decision.
+    """Return ``config`` with "s" or "r" for an open latent absorption, if the profile has measured both sides.
+    The faster side wins. Every rank comes to the same decision.
     """
     if config.latent_absorption != "auto" or config.profile is None:
         return config
@@ -256,7 +252,7 @@ def live_step_model(
 
 
 def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return how many R-workers of this machine share a core."""
+    """Return how many R-worker threads of this machine share a core."""
     if not config.r_worker_spec.on_this_machine:
         return 1
     cores = config.r_core_list or usable_cores()

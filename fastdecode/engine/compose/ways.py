@@ -11,7 +11,7 @@ from fastdecode.kinds import Way
 from fastdecode.kinds.layout import KVLayout
 
 Asks = Callable[[EngineConfig, bool], bool]
-"""Returns whether settings, with the model on a GPU or not, use a feature."""
+"""A test whether settings use a feature; its second argument says whether the model is on a GPU."""
 
 
 def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
@@ -52,7 +52,7 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
         lambda config, _: config.state_on != "s" and config.state_memory is not None,
     ),
 )
-"""Each feature, its setting, and the test whether it is used."""
+"""The feature, the setting that asks for it, and the test whether settings use the feature."""
 
 
 def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
