@@ -143,7 +143,7 @@ class MpiPeer:
                     request.Wait()
 
     def close(self) -> None:
-        """Cancel the receive for the next word, since MPI must not be finalized while it is posted."""
+        """Cancel the receive for the next word, since MPI must not be finalized while a receive is posted."""
         self.cancel([self._arrival])
 
     def done(self, requests: Sequence[Any]) -> bool:

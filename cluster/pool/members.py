@@ -127,7 +127,7 @@ class PoolMembers:
         return self._newcomers.num_waiting if self._newcomers else 0
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
-        """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
+        """See ``AttentionBackend.admit``. ``most``: most R-workers to admit now; None for all."""
         found = self._returns.take() if self._returns else []
         if self._newcomers:
             found += self._newcomers.take(most)
@@ -176,7 +176,7 @@ class PoolMembers:
 
     @property
     def blocks_used(self) -> int:
-        """Referenced blocks over all workers at the end of the last step."""
+        """Number of cache blocks in use on all R-workers together at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
 
     @property

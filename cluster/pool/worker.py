@@ -47,7 +47,7 @@ class PoolWorker:
         """Start attention of one layer for a mini-batch's rows on this R-worker. ``wait`` returns when o is filled.
 
         Arrays are as in ``AttentionBackend.submit`` and ``collect``, with this worker's rows only. Partial results:
-        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None without any.
+        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None if none.
         """
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class PoolWorker:
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
 
-        ``counts``: int32 [rows of partial results, heads that pick], for a row's first node.
+        ``counts``: int32 [rows of partial results, heads that pick]. If a query has several rows, the first counts.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:

@@ -44,7 +44,7 @@ class RowStore:
             raise FrameError(f"a {frame.kind.name} frame, which a KV port does not take")
 
     def _store(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Store the rows of a frame. Rows that no reservation expects are refused before they are read."""
+        """Store the rows of ``frame``. Refuse rows of a sequence that the S-worker has not reserved, before reading."""
         job_id, start, num_rows = reader.record(KV_ROWS)
         self._worker.check_store(job_id, frame.layer, start, num_rows)
         layer = self._layers[frame.layer]

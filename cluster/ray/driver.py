@@ -237,7 +237,7 @@ def _probe(address: str) -> None:
 
 
 def _refusal(error: FastDecodeError) -> dict[str, str]:
-    # The names of errors in messages to the engine
+    # By exception class, the error's name in messages to the engine
     errors = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
     kind = next((name for name, each in errors.items() if isinstance(error, each)), "backend")
     return {"refused": kind, "message": str(error)}

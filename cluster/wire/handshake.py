@@ -36,7 +36,7 @@ S_WORKER, R_WORKER = "s-worker", "r-worker"
 
 NONCE_BYTES = PROOF_BYTES = 32
 MOST_PENDING = 64
-"""Most challenges that wait for their proof; beyond these the oldest is dropped."""
+"""Most challenges that an R-worker keeps while it waits for their proofs; then it drops the oldest."""
 
 TICK_SECONDS = 0.1
 BOTH_SIDES = "--key-file with --security authenticate must be on both sides, or on neither"
@@ -101,9 +101,9 @@ def read_secret(path: str) -> bytes:
 
 
 def derive_key(secret: bytes, role: str) -> bytes:
-    """Return 32 bytes for ``role`` ("s-worker", "r-worker", "handshake"):
+    """Return a key of 32 bytes, derived from ``secret`` for ``role`` ("s-worker", "r-worker", "handshake").
 
-    HKDF-SHA256 (RFC 5869), one block of output.
+    The derivation is HKDF-SHA256 (RFC 5869) with one block of output.
     """
     extracted = hmac.digest(b"fastdecode curve keys v1", secret, "sha256")
     return hmac.digest(extracted, role.encode() + b"\x01", "sha256")
@@ -145,7 +145,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 
 
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
-    """Return both nonces and the R-worker's proof.
+    """Send ``nonce`` as a CHALLENGE; return (both nonces concatenated, the R-worker's proof).
 
     The R-worker numbers its answers from 0; the nonces show that they are new.
     """
@@ -188,7 +188,7 @@ class Gate:
         except FrameError as error:
             self._refuse(conversation, str(error))
         except ConnectionError:
-            pass  # the peer is gone
+            pass  # the peer has disconnected
         return False
 
     def _challenge(self, conversation: Conversation, frame: Frame, identity: bytes) -> None:

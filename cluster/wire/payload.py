@@ -29,7 +29,7 @@ Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class RowCounts(NamedTuple):
-    """Rows of one R-worker in a mini-batch: of q, of k and v, of o, and of partial results, one per node."""
+    """Numbers of one R-worker's rows in a mini-batch: rows of q, of k and v, of o, and of partial results."""
 
     queries: int
     stored: int
@@ -135,7 +135,7 @@ def aligned_memory(num_bytes: int) -> np.ndarray:
 
 
 def row_counts(spans: np.ndarray) -> RowCounts:
-    """Return the rows of one worker's SPAN [num_spans] in a mini-batch."""
+    """Return the numbers of rows that one R-worker's SPAN records ``spans`` [num_spans] have in a mini-batch."""
     counts = np.bincount(spans["mode"], spans["num_rows"], len(SpanMode)).astype(np.int64)
     append, attend, partial, read = counts.tolist()
     queries, stored = attend + partial + read, append + attend + partial
@@ -143,7 +143,7 @@ def row_counts(spans: np.ndarray) -> RowCounts:
 
 
 def _tail_rows(spans: np.ndarray) -> int:
-    """Return the rows of partial results of PARTIAL spans."""
+    """Return the number of rows of partial results that the PARTIAL spans among ``spans`` give."""
     tails = spans[spans["mode"] == SpanMode.PARTIAL]
     ends = (tails["context_len"] + tails["num_rows"]).tolist()
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))

@@ -118,7 +118,8 @@ def convolved(
     convolution = Convolution(weight, bias, activation is not None)
     recurrence = Recurrence("window", convolution, heads, dim)
     rows = hidden_states[0].T.contiguous()
-    return advance(rows, recurrence).flatten(2).transpose(1, 2)
+    # A copy, since Zamba scans it head by head, and each call overwrites the staging buffer of o.
+    return advance(rows, recurrence).flatten(2).transpose(1, 2).clone()
 
 
 def as_heads(channels: int) -> tuple[int, int]:

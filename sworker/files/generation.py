@@ -33,7 +33,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
     own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
-    # Names used from generation_config.json, as in vLLM, with our names
+    # Keys of generation_config.json that are used, as in vLLM, and our names for them
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
         "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
@@ -60,7 +60,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
 
 def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
-    """Return the content of the generation_config.json of the model, or of the given folder."""
+    """Return the content of generation_config.json of the model, or in the folder ``config.generation_config``."""
     if config.generation_config in ("auto", "vllm"):
         return _read(str(file.parent) if file else config.model, config.revision)
     if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():

@@ -26,7 +26,7 @@ AS_GPT2 = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-
 """Kinds that split like GPT-2, as transformers does for every unknown kind."""
 
 ENDS = re.compile(r"tokenizer\.ggml\.e(?:os|ot|om|og)_token_ids?")
-"""Keys with ids that end a text, a turn or a message."""
+"""Matches a GGUF file's keys that hold ids of tokens that end a text, a turn or a message."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 """Sampling defaults in a file (general.sampling.…), with our names."""

@@ -149,7 +149,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
     # Plan styles of modules whose outputs are summed over ranks
     sums = ("moe_tp_experts", "all_reduce")
-    # The style of an expert that every rank has whole, among experts whose outputs are summed
+    # The plan style of a shared expert that every rank computes whole, beside experts summed over ranks
     identity = "moe_identity_expert"
     # Styles without effect if no gradients are needed
     nothing = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")

@@ -1,4 +1,4 @@
-"""The C++ integer products: the instruction set of this process, proven exact before it is used."""
+"""The C++ integer products: chooses this process's instruction set, and proves it exact before use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*range(1, 13), 27)), (8192, 3))
-"""Widths and row counts that are tested: every count of one pass, and several passes."""
+"""(Row width, number of rows) of each tested product: all row counts of one kernel pass, and several passes."""
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 
 
 def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
-    """Return the kernels' activation that equals the model's own; "" if none does.
+    """Return the name of the kernels' activation that equals ``gated``; "" if none does.
 
     ``gated``: rows [n, 2] of a gate and a value → [n, 1]. No product takes part, so that all ranks find the same.
     """
@@ -79,7 +79,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
     try:
         wanted = gated(rows).reshape(-1).abs()
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # of another form
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # a module of another form
         return ""
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)

@@ -73,7 +73,7 @@ class AnswerTemplate:
 
     @property
     def is_plain(self) -> bool:
-        """True if every text is content."""
+        """True if the template has no reasoning and no tool calls, so that all text is content."""
         return set(self.regions.fields) == {CONTENT}
 
     def begun_by(self, prompt: str) -> str:
@@ -171,11 +171,11 @@ class AnswerCutter:
 
     @property
     def is_open(self) -> bool:
-        """True if the prompt has opened a region that the answer continues."""
+        """True if the prompt ends inside a region, such as reasoning, that the answer continues."""
         return self._start > 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that ``text`` completes."""
+        """Append ``text`` to the answer; return the pieces that are complete now."""
         self._text += text
         return self._follow(self._parser.feed(text))
 

@@ -23,11 +23,11 @@ DEAD_END = "no text can complete this form, such as where a rule or $ref leads o
 _BIAS_OF_BITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
 ).astype(np.float32)
-"""Eight tokens' biases per byte of a mask. A look-up is ten times as fast as applying the mask."""
+"""For each byte of a token mask, the logit biases of its eight tokens. A look-up is ten times as fast as masking."""
 
 
 class Matcher:
-    """The state of one completion in its grammar."""
+    """The state in which one completion's text is within its grammar."""
 
     def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
         """``no_token``: the id that stands for the end of a text, and can never be chosen."""
@@ -36,7 +36,7 @@ class Matcher:
     def logit_bias(self, vocab_size: int) -> np.ndarray:
         """Return 0 for tokens that may come next, end of text included if allowed, else -inf: float32 [vocab_size].
 
-        This changes nothing.
+        The state does not change.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bias = np.full((-(-vocab_size // 8), 8), -np.inf, dtype=np.float32)
@@ -51,7 +51,7 @@ class Matcher:
         self._matcher.consume_token(token_id)
 
     def after(self, token_ids: Sequence[int]) -> list[Matcher]:
-        """Return the states of the text after the first of ``token_ids``, after the first two, and so on.
+        """Return one matcher per draft token: the state after the first of ``token_ids``, after two, and so on.
 
         The list ends before a token that is not allowed, and before one that completes the text.
         """
@@ -105,7 +105,7 @@ class Grammars:
         self.compiled = lru_cache(kept_grammars)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """Return the initial state of a text of this form.
+        """Return the matcher for an empty text of the form that ``params`` ask for.
 
         Raises:
             RequestError: the schema, expression or grammar is not supported, or the tokenizer is not.
@@ -178,7 +178,7 @@ def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) ->
 
 
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s"/]+>')
-"""In a grammar: a string, a regular expression, or the name of a token."""
+"""Matches, in a Lark grammar, a string, a regular expression, or the name of a token."""
 
 
 def _by_id(part: str, special: Mapping[str, int]) -> str:
@@ -186,10 +186,10 @@ def _by_id(part: str, special: Mapping[str, int]) -> str:
 
 
 def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[str, int]]:
-    """Return a tokenizer's JSON in which no text spells certain tokens, and the ids of these tokens.
+    """Return (the tokenizer's JSON with some tokens renamed so that no text spells them, these tokens' ids).
 
-    They are special tokens, and added tokens in angle brackets. Otherwise llguidance would take such a token for its
-    text, which omits it. ``no_token``: the id of one more special token.
+    These are special tokens, and added tokens in angle brackets, which outputs omit. Otherwise llguidance would allow
+    such a token in place of its text. ``no_token``: the id of one more special token.
     """
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
@@ -223,7 +223,7 @@ def _literal(text: str) -> str:
 
 
 def _obstacle(matcher: LLMatcher) -> str:
-    """Return why no token may come next; "" if one may."""
+    """Return why ``matcher`` allows no next token; "" if it allows one."""
     ahead = matcher.deep_copy()
     ahead.compute_bitmask()
     problem = _first_line(ahead.get_error()) if ahead.is_error() else ""

@@ -19,7 +19,7 @@ class ScoredPrompt(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities from one step of a prompt's tokens from ``start`` on."""
+    """Log-probabilities of a prompt's tokens from position ``start`` on, computed in one step."""
 
     start: int
     logprobs: list[Logprobs]

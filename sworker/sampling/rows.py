@@ -28,7 +28,7 @@ class SamplingRow:
     grammar: Matcher | None = None
 
     def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
-        """Return the row of the token after ``draft_token_ids``. ``grammar``: its state there."""
+        """Return the row for the token after ``draft_token_ids``. ``grammar``: the grammar's state after them."""
         if self.plain:
             return self
         return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
@@ -43,5 +43,5 @@ class SamplingRow:
 
     @property
     def plain(self) -> bool:
-        """True if the token is simply the likeliest by the model's own logits."""
+        """True if the next token is the likeliest by the model's unchanged logits."""
         return self.params.greedy and not self.changes_logits

@@ -14,10 +14,10 @@ from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranki
 from fastdecode.sworker.sampling.rows import SamplingRow
 
 CHUNK_ELEMENTS = 2**21
-"""Logits handled at once where temporaries are needed, which bounds them to about 50 MB for any batch."""
+"""Most logits processed at a time, so that temporary tensors take at most about 50 MB."""
 
 EXCLUDED = -2
-"""Token id of a row with usable logits, whose limits leave no token."""
+"""Token id that marks a row with usable logits for which the request's limits leave no token."""
 
 
 Logprobs = dict[int, tuple[float, int]]
