@@ -92,7 +92,7 @@ class Adopted(IndexedSource):
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Stop reserving the remaining prefixes of ``sequence`` for it; release them."""
+        """Release the prefix under the id of ``sequence``; its other adopted prefixes stay as ordinary ones."""
         if self._names.pop(sequence.sequence_id, None) is not None:
             for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
