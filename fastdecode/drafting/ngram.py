@@ -1,4 +1,4 @@
-"""Draft tokens by look-up: they followed an earlier occurrence of the last tokens (vLLM's ngram, prompt lookup)."""
+"""Draft tokens by look-up: tokens that followed an earlier occurrence of the last ones (vLLM's ngram)."""
 
 from __future__ import annotations
 
