@@ -19,7 +19,7 @@ from fastdecode.perfmodel.stages import SPart
 
 @dataclass(frozen=True)
 class PromptAttentionTimes:
-    """One layer's attention of a part: ``pair_seconds`` per computed (query, key) pair.
+    """The time of one layer's attention in a part of a prompt: ``pair_seconds`` per computed (query, key) pair.
 
     Kernels compute a causal triangle in tiles of ``tile_rows`` queries, each with all keys up to the tile's end.
     """
@@ -35,11 +35,11 @@ class PromptAttentionTimes:
             )
 
     def pairs(self, rows: int, context: int) -> float:
-        """Return the (query, key) pairs that ``rows`` queries compute over ``context`` earlier keys and their own."""
+        """Return how many (query, key) pairs ``rows`` queries compute over ``context`` earlier keys and their own."""
         return rows * context + triangle_pairs(rows, self.tile_rows)
 
     def seconds(self, rows: int, context: int) -> float:
-        """Return the seconds of a part of the chain."""
+        """Return the seconds of attention of a chain's part with ``rows`` queries after ``context`` earlier tokens."""
         return self.pair_seconds * self.pairs(rows, context)
 
     def square_seconds(self, rows: int, num_keys: int) -> float:
@@ -65,7 +65,7 @@ class PrefillLink:
             raise ConfigError("a link must have a bandwidth above zero, and a latency not below")
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long the link is busy with ``num_bytes``, without latency."""
+        """Return the seconds that the link is busy with ``num_bytes``, without latency."""
         return num_bytes / self.bytes_per_second
 
 
@@ -80,16 +80,16 @@ class SlowerSPart:
     factor: float
 
     def layer_seconds(self, rows: float) -> float:
-        """Return the seconds of one layer."""
+        """Return the seconds of one layer except attention for ``rows`` rows."""
         return self.factor * self.s_part.layer_seconds(rows)
 
     def head_seconds(self, rows: float) -> float:
-        """Return the seconds of the head."""
+        """Return the seconds of the output projection for ``rows`` rows."""
         return self.factor * self.s_part.head_seconds(rows)
 
 
 class PartSeconds(NamedTuple):
-    """One layer of one part: products before attention, attention, and products after it."""
+    """The seconds of one layer of one part: matrix products before attention, attention, and products after it."""
 
     before: float
     attention: float
@@ -97,7 +97,7 @@ class PartSeconds(NamedTuple):
 
     @property
     def all(self) -> float:
-        """The seconds of the part without waiting."""
+        """The sum of the three, that is, the part's seconds without waiting."""
         return self.before + self.attention + self.after
 
 
@@ -124,7 +124,7 @@ class PrefillTimes:
             raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
 
     def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
-        """Return the times of one layer of a part of the chain."""
+        """Return the seconds of one layer of a part: ``rows`` rows after ``context`` tokens, at relative ``speed``."""
         products = self.s_part.layer_seconds(rows) / speed
         before = self.before_share * products
         return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)
@@ -184,21 +184,21 @@ class PrefillTimes:
         return self.job_seconds + self.num_layers * (before + gather + after) + head
 
     def times(self, factor: float) -> PrefillTimes:
-        """Return these times with products and attention ``factor`` times slower."""
+        """Return a copy of these times with products and attention ``factor`` times slower."""
         attention = replace(self.attention, pair_seconds=factor * self.attention.pair_seconds)
         return replace(self, s_part=SlowerSPart(self.s_part, factor), attention=attention)
 
     def alone_seconds(self, num_tokens: int, speed: float = 1.0, context_len: int = 0) -> float:
-        """Return the seconds of one worker with the whole prompt, or with the part after a prefix."""
+        """Return the seconds until one worker has computed ``num_tokens`` after a prefix of ``context_len`` tokens."""
         return self.chain_seconds((num_tokens,), (speed,), context_len)[-1]
 
     def link_seconds(self, rows: int, context_len: int) -> float:
-        """Return how long the link is busy with a layer of ``rows`` tokens and the prefix before them."""
+        """Return the link's busy seconds for one layer's keys and values of ``rows`` tokens and their prefix."""
         stored = self.kv_bytes if self.stored_kv_bytes is None else self.stored_kv_bytes
         return self.link.seconds(rows * self.kv_bytes + context_len * stored)
 
     def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
-        """Return when the next worker has each layer sent at ``sends``."""
+        """Return the seconds at which the next worker has each layer, which was ready to send at ``sends``."""
         free, arrivals = 0.0, []
         for ready in sends:
             free = max(free, ready) + busy_seconds
@@ -207,7 +207,7 @@ class PrefillTimes:
 
 
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
-    """Return the tokens whose keys and values cross the chain's links in one layer: equations 6 and 7 for uneven parts.
+    """Return how many tokens' keys and values cross the chain's links per layer: equations 6, 7 for uneven parts.
 
     Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. With even parts it is n·(p − 1)/2, half of TSP's. All
     but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the first one do

@@ -18,7 +18,7 @@ from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 
 MOVED_BYTES_PER_SECOND = 0.5e9
-"""Rate of moving a cache between R-workers, before a first move was timed.
+"""Bytes per second assumed for moving a KV cache between R-workers, before a first move was timed.
 
 Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and the data passes through the S-worker.
 """
@@ -28,7 +28,7 @@ Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and 
 class Stages:
     """Seconds of one layer and mini-batch.
 
-    They are those on the S-worker, on the busiest R-worker, on the slowest hop, and of the whole round trip.
+    They are the seconds on the S-worker, on the busiest R-worker, on the slowest hop, and of the whole round trip.
     """
 
     s_part: float
@@ -38,13 +38,13 @@ class Stages:
 
 
 class SPart(Protocol):
-    """The times of the S-part. Neither may fall with more rows."""
+    """The interface to the times of the S-part. Neither time may fall with more rows."""
 
     def layer_seconds(self, rows: float) -> float:
         """Return T(B): everything of one layer except attention, for ``rows`` tokens."""
 
     def head_seconds(self, rows: float) -> float:
-        """Return the seconds that come once per mini-batch: those of the output projection."""
+        """Return the seconds of the output projection of ``rows`` sampled rows, once per mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class MeasuredSPart:
             raise ConfigError("the S-part's times must be finite and above zero seconds")
 
     def layer_seconds(self, rows: float) -> float:
-        """Return T(B) of one layer."""
+        """Return T(B): the seconds of one layer except attention, for ``rows`` tokens."""
         return self._interpolated(rows, self.layer_seconds_at)
 
     def head_seconds(self, rows: float) -> float:
-        """Return the seconds of the head."""
+        """Return the seconds of the output projection for ``rows`` rows."""
         return self._interpolated(rows, self.head_seconds_at)
 
     def times(self, layer_factor: float, head_factor: float) -> MeasuredSPart:
-        """Return this S-part with layers and head slower, or faster, by these factors."""
+        """Return a copy of this S-part whose times of layers and head are multiplied by these factors."""
         return MeasuredSPart(
             self.batch_sizes,
             tuple(layer_factor * seconds for seconds in self.layer_seconds_at),
@@ -125,7 +125,7 @@ PROMPT_ROWS_PER_STATE = 3
 
 @dataclass(frozen=True)
 class RPart:
-    """One R-worker.
+    """The times of attention on one R-worker, in seconds.
 
     ``seconds_per_token``: per cached token and layer. ``row_seconds``: per row that a layer's call appends and attends.
     ``call_seconds``: per call. ``prompt_row_seconds``: per prompt row, if R-workers compute prompts too. ``bound_by``:
@@ -149,19 +149,19 @@ class RPart:
             )
 
     def seconds(self, kv_tokens: float, rows: float = 0.0, prompt_rows: float = 0.0) -> float:
-        """Return the seconds of one layer's attention of ``rows`` rows over ``kv_tokens``, besides prompts'."""
+        """Return the seconds of one layer's call: ``rows`` decode rows over ``kv_tokens``, and ``prompt_rows`` rows."""
         fixed = self.call_seconds + self.row_seconds * rows + self.prompt_row_seconds * prompt_rows
         return fixed + self.seconds_per_token * kv_tokens
 
     def times(self, factor: float) -> RPart:
-        """Return this R-part ``factor`` times slower."""
+        """Return a copy of this R-part that is ``factor`` times slower."""
         return RPart(
             factor * self.seconds_per_token, factor * self.call_seconds, factor * self.row_seconds, self.bound_by,
             factor * self.prompt_row_seconds, self.arithmetic_over_reads,
         )  # fmt: skip
 
     def beside_scan(self, scan: RPart, share: float) -> RPart:
-        """Return the mean layer's work if ``share`` of the layers have an index, which takes ``scan``."""
+        """Return the mean layer's R-part if a fraction ``share`` of the layers also scan an index (``scan``)."""
         return replace(
             self,
             seconds_per_token=self.seconds_per_token + share * scan.seconds_per_token,
@@ -196,7 +196,7 @@ class Transport:
     """The hops between S-worker and R-workers, such as PCIe and the network, in sequence.
 
     ``row_bytes``: q, k, v and o of one row and layer, both directions together, as the paper counts them.
-    ``hop_bytes_per_second``: of each hop; without hops nothing counts. ``latency_seconds``: of one round trip.
+    ``hop_bytes_per_second``: each hop's rate; () means no cost. ``latency_seconds``: of one round trip.
     ``overlapped``: the hops work while S and R do; otherwise the slower of the two also waits for them.
     """
 
@@ -210,7 +210,7 @@ class Transport:
             raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
 
     def of_layers(self, share: float) -> Transport:
-        """Return the link for the mean layer if ``share`` of the layers use it; ``row_bytes`` are then the mean's."""
+        """Return this link for the mean layer if only a fraction ``share`` of the layers use the link."""
         return replace(self, latency_seconds=share * self.latency_seconds)
 
     def trip_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
@@ -221,7 +221,7 @@ class Transport:
         return self.latency_seconds + sum(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes))
 
     def stage_seconds(self, rows: float, more_bytes: float = 0.0, last_bytes: float = 0.0) -> float:
-        """Return how long the slowest hop is busy with ``rows`` rows of a layer. It bounds an overlapped pipeline."""
+        """Return the seconds that the slowest hop is busy with ``rows`` rows of a layer: the bound of a pipeline."""
         return max(self._hop_seconds(rows * self.row_bytes + more_bytes, last_bytes), default=0.0)
 
     def _hop_seconds(self, num_bytes: float, last_bytes: float) -> list[float]:

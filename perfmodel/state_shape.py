@@ -43,12 +43,12 @@ class StateShape:
 
     @property
     def wide(self) -> int:
-        """Elements of a token's values."""
+        """Number of elements of a token's values in one recurrent layer."""
         return self.heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Elements of a token's values, keys and queries."""
+        """Number of elements of a token's values, keys and queries in one recurrent layer."""
         return self.wide + 2 * self.groups * self.key_dim
 
     @property
@@ -59,7 +59,7 @@ class StateShape:
 
     @property
     def kind(self) -> Literal["delta", "scan", "window", "selective", "lru"]:
-        """The recurrence, by the R-workers' name."""
+        """The name that R-workers have for this recurrence."""
         if not self.key_dim:
             return "window"
         if self.by_channel:
@@ -92,7 +92,7 @@ class StateShape:
         return (2 if self.by_channel else 1) * self.wide * item_bytes
 
     def parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer's projections, without filters and norms."""
+        """Return how many parameters one layer's projections have, without filters and norms."""
         wide = self.wide
         if (
             self.by_channel
@@ -114,7 +114,7 @@ NONE_ATTENDS = "all layers are recurrent, so it has no KV cache to plan for, tho
 """The reason why a model with only recurrent layers is not planned."""
 
 _ALONE = ("mlp", "moe")
-"""Types of layers that consist of an MLP."""
+"""Types of layers that consist of an MLP only."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
 
 
 def has_kinds(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration says which layers are recurrent."""
+    """Return whether ``config`` says which of the model's layers are recurrent."""
     return bool(_kinds(config))
 
 
@@ -169,7 +169,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         ]
     # RecurrentGemma's names of layers
     blocks = {"recurrent": "mamba", "attention": "full_attention"}
-    if config.get("model_type") == "recurrent_gemma":  # it repeats a pattern
+    if config.get("model_type") == "recurrent_gemma":  # the list of layers repeats a pattern
         pattern = config.get("block_types") or ("recurrent", "recurrent", "attention")
         return [blocks.get(pattern[layer % len(pattern)], "") for layer in range(config["num_hidden_layers"])]
     if config.get("model_type") == "bamba":

@@ -12,7 +12,7 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
 @dataclass(frozen=True)
 class StatesHere:
-    """States on the S-worker: seconds of the mean layer per call, and per sequence's row in it.
+    """The cost of recurrent states on the S-worker: the mean layer's seconds per call, and per row in the call.
 
     ``num_places``: states that its memory can hold.
     """
@@ -22,9 +22,9 @@ class StatesHere:
     num_places: float = math.inf
 
     def seconds(self, rows: float, prompt_rows: float) -> float:
-        """Return the seconds of one layer's call.
+        """Return the seconds of the mean layer's call.
 
-        It advances the states of ``rows`` sequences by one row, and others by prompt rows. PROMPT_ROWS_PER_STATE of
+        A call advances the states of ``rows`` sequences by one row, others by prompt rows. PROMPT_ROWS_PER_STATE of
         these count as one row.
         """
         return self.call_seconds + self.row_seconds * (rows + prompt_rows / PROMPT_ROWS_PER_STATE)

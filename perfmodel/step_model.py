@@ -87,7 +87,7 @@ class StepModel:
         )
 
     def _slowest(self, load: Load) -> float:
-        """Return the cached tokens of ``load`` if every R-worker had as many as the one with most."""
+        """Return the cached tokens of all R-workers if each had as many as the fullest one under ``load``."""
         if self.context_spread is None:
             return load.kv_tokens
         each = load.sampled * self.ranges_each / self.num_mini_batches / self.num_r_workers
@@ -102,7 +102,7 @@ class StepModel:
         return self.s_part.layer_seconds(rows) + states
 
     def layer_seconds(self, load: Load) -> float:
-        """Return the seconds of one layer of all mini-batches."""
+        """Return the seconds that one layer of all mini-batches takes under ``load``."""
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
@@ -111,9 +111,9 @@ class StepModel:
         return max(bounds, key=lambda name: bounds[name])
 
     def balanced_kv_tokens(self, tokens: float) -> float:
-        """Return the load at which the R-part takes as long as the S-part; 0 if it never does.
+        """Return the load, in cached tokens, at which R-part and S-part take equally long; 0 if there is none.
 
-        ``--kv-load-limit auto`` uses it.
+        ``--kv-load-limit auto`` uses this load.
         """
         rows = tokens / self.num_mini_batches
         fixed = self.r_part.call_seconds + self.r_part.row_seconds * rows / self.num_r_workers
@@ -131,7 +131,7 @@ class StepModel:
         return min(1.0, seconds[0] / seconds[1])
 
     def _pipeline_seconds(self, stages: Stages, output_tokens: float) -> float:
-        """Return the seconds of all layers and heads."""
+        """Return the seconds of all layers and of the output projection, from the ``stages`` of one layer."""
         n, k = self.num_layers, self.num_mini_batches
         head = self.s_part.head_seconds(output_tokens / k)
         least = n * max(self._bounds(stages).values()) + head

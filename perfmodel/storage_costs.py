@@ -1,4 +1,4 @@
-"""Costs beyond attention of sequences in ranges on several R-workers, and of second copies."""
+"""Costs, besides attention, of sequences split into ranges over several R-workers, and of second copies."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class StorageCosts:
         )  # fmt: skip
 
     def link_bytes(self, load: Load) -> float:
-        """Return the bytes of queries and partial results in one layer of ``load``, besides its rows' q, k, v and o."""
+        """Return the link bytes of queries and partial results in one layer, in addition to the rows' q, k, v and o."""
         return load.reads * self.query_bytes + load.partials * self.partial_bytes
 
     def merge_seconds(self, load: Load, num_mini_batches: int) -> float:
-        """Return the S-worker's seconds for the ranges of one layer and mini-batch.
+        """Return the S-worker's seconds for sequences in ranges, per layer and mini-batch of ``load``.
 
         It copies queries of closed ranges beside an R-worker's own, receives partial results, and merges them.
         """

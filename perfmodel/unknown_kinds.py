@@ -1,4 +1,4 @@
-"""Reasons why the equations do not cover a model."""
+"""Finds out why the performance model's equations do not cover a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.perfmodel.state_shape import (
 
 
 def unknown_kind(config: Mapping[str, Any]) -> str | None:
-    """Return why the equations do not cover a model; None if nothing says so."""
+    """Return why the equations do not cover the model with this ``config``; None if no reason is found."""
     kind, classes = str(config.get("model_type") or "model"), config.get("architectures") or ()
     # Models without a layer that attends
     states_alone = ("mamba", "mamba2", "falcon_mamba")

@@ -3,16 +3,15 @@
 import gc
 import os
 
-# Variables that torch's libraries read, as they are where the user has set none: - Turns that an idle OpenMP thread
-# spins before it sleeps, some tens of microseconds. libgomp's own default spins for milliseconds: on cores shared with
-# an R-worker's threads, or with any other process, matrix products then wait for each other's time slices (measured: 10
-# times slower beside one busy neighbour; with this setting 3.4 times faster than that, and within a few per cent on a
-# quiet machine). libgomp reads it when it is loaded. - What torch (ideep) and oneDNN below it keep of products: what
-# they prepared for each layer shape and number of rows, about a megabyte each. Both keep 1,024 by default, so memory
-# grows by a gigabyte until all numbers of rows have come; as they share what they keep, only both bounds together hold.
-# A step needs one for each shape of a layer, about five, so that twelve numbers of rows are kept. Another number of
-# rows costs 2 to 4 ms of a step, less than rows of padding would: a row takes a millisecond with 30 layers of hidden
-# 576. Both are read at the first product.
+# Defaults of environment variables of torch's libraries, for users who have set none:
+# 1. Turns that an idle OpenMP thread spins before it sleeps: some tens of microseconds. libgomp spins for milliseconds
+# by default. On cores shared with an R-worker's threads or another process, matrix products then wait for each other's
+# time slices: 10 times slower beside one busy neighbour; this setting is 3.4 times faster than that. libgomp reads it
+# when it is loaded.
+# 2. How many prepared products torch (ideep) and oneDNN cache, one per layer shape and number of rows, about 1 MB each.
+# Both cache 1,024 by default, so memory grows by a gigabyte. They share entries, so both limits must be set. A step has
+# about five layer shapes, so twelve numbers of rows are kept. Preparing another number costs 2 to 4 ms of a step. Both
+# are read at the first product.
 for _name, _value in {
     "GOMP_SPINCOUNT": "20000",
     "LRU_CACHE_CAPACITY": "64",

@@ -127,7 +127,7 @@ class PoolMembers:
         return self._newcomers.num_waiting if self._newcomers else 0
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
-        """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
+        """See ``AttentionBackend.admit``. ``most``: most R-workers to admit now; None for all."""
         found = self._returns.take() if self._returns else []
         if self._newcomers:
             found += self._newcomers.take(most)

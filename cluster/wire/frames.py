@@ -37,7 +37,7 @@ class Kind(IntEnum):
     PLAN = 5  # S: controls and spans of a step
     READY = 6  # R: the plan is in force, the import may be sent, or a piece of weights is there
     PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
-    OUTPUT = 8  # R: o of that layer, with any partial results, likewise
+    OUTPUT = 8  # R: o and any partial results of a PAYLOAD's layer, placed as in `payload.py`
     END = 9  # S
     REPORT = 10  # R: busy times, bytes read, blocks free
     ABANDON = 11  # S
@@ -65,7 +65,7 @@ class Kind(IntEnum):
     PARKING = 33  # S: the model whose caches are to be parked (JSON)
     CHAINS = 34  # R: its parked chains of that model
     PARK = 35  # S: sequence id, chain, names of chains that it supersedes; sent again while it is under way
-    WAKE = 36  # S: sequence id, blocks, name of the chain; likewise
+    WAKE = 36  # S: sequence id, blocks, name of the chain; sent again while it is under way
     PARKED = 37  # R: progress of a PARK or a WAKE
     INVENTORY = 38  # S: asks what the R-worker holds
     HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
@@ -74,7 +74,7 @@ class Kind(IntEnum):
     RECORDED = 42  # R: bytes that the journal has now (int64)
     RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
     RECALLED = 44  # R: the journal
-    WEIGH = 45  # S, in a step whose layers are done: a query (int64); what it asks in each layer; max and sum of scores
+    WEIGH = 45  # S, after a step's last layer: a query (int64); its q in each layer; max and sum of scores
     WEIGHED = 46  # R: the share of its attention that each block of tokens has, or max and sum of scores (float32)
 
 

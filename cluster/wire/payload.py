@@ -75,7 +75,7 @@ class PayloadSlots:
         self._views.clear()
 
     def views(self, mini_batch: int, layer: int) -> Views:
-        """Return q, k, v, o and partial results of one layer of one mini-batch. Layers of the same shape share them."""
+        """Return q, k, v, o and partial results of one layer of one mini-batch. Layers of one shape share memory."""
         spec = self._layers[layer]
         key = (mini_batch, _shapes_of(spec))
         if key not in self._views:

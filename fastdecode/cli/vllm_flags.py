@@ -20,7 +20,7 @@ def flag_of(name: str) -> str:
 
 
 def add_shortcuts(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's shortcuts for parts of ``--speculative-config``."""
+    """Add to ``parser`` vLLM's flags that each set one key of ``--speculative-config``."""
     parser.add_argument("--spec-method", **HIDDEN)
     parser.add_argument("--spec-model", **HIDDEN)
     parser.add_argument("--spec-tokens", type=int, **HIDDEN)

@@ -78,7 +78,7 @@ class FrameError(BackendError):
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer SIGINT until the block ends.
+    """Defer SIGINT until the ``with`` statement ends.
 
     Only the main thread is ever interrupted, so other threads have nothing to defer.
     """

@@ -157,7 +157,7 @@ class MiniBatch:
 
     @property
     def read_ends(self) -> np.ndarray:
-        """The end, one past the last token, of each of ``reads``: int64 [num_reads]."""
+        """The end (last token + 1) of the closed segment in each READ record of ``reads``: int64 [num_reads]."""
         return read_ends(self.chunks, self.reads)
 
     @cached_property
@@ -172,7 +172,7 @@ class MiniBatch:
 
     @property
     def num_logits(self) -> dict[int, int]:
-        """Rows of logits from which each of ``sampled_ids`` samples, by id: one, plus one for each draft token."""
+        """The number of logit rows of each sequence that samples, by id: one, plus one per draft token."""
         drafted = self.chunks["scored"] & self.chunks["is_decode"]
         counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))

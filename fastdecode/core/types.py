@@ -73,8 +73,8 @@ class SpanMode(IntEnum):
 
 SPAN = np.dtype([("sequence_id", "<i8"), ("context_len", "<i8"), ("num_rows", "<i8"), ("mode", "<i8")])
 """``num_rows`` consecutive new tokens of one sequence that had ``context_len`` cached tokens before the step.
-``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the segment. So in a READ
-span it is at least the segment's length, which the R-worker knows.
+``mode``: a SpanMode. In PARTIAL and READ spans ``context_len`` counts from the first token of the segment. In a READ
+span, ``context_len`` is at least the length of the segment, which the R-worker knows.
 """
 
 

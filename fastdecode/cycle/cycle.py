@@ -67,7 +67,7 @@ class Cycle(Generic[T]):
         self.scheduler, self.world, self.requests = scheduler, world, requests
         self.companions = tuple(companions)
         self.on_step = on_step
-        self._lost: tuple[int, ...] = ()  # since the last record; steps without rows have none
+        self._lost: tuple[int, ...] = ()  # R-workers lost since the last step record
 
     def turn(self) -> ScheduledStep:
         """Run one step and the companions' work around it; return the step.

@@ -89,7 +89,7 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            ends = not scheduler.transfers.stands(transfer)  # a sequence may have several segments
+            ends = not scheduler.transfers.stands(transfer)  # the transfer has copied its last piece
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends
             if cycle.world.now() > deadline:

@@ -1,4 +1,4 @@
-"""Draft tokens by look-up: they followed an earlier occurrence of the last tokens (vLLM's ngram, prompt lookup)."""
+"""Draft tokens by look-up: tokens that followed an earlier occurrence of the last ones (vLLM's ngram)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
     agreeing, look_back = 1, max(most, LOOK_BACK)
-    # At most the ``few`` latest occurrences are compared in full; more are first filtered by ``close`` tokens
+    # While there are more than ``few`` occurrences, only those that match in up to ``close`` tokens stay
     few = 32
     close = 8
     while len(places) > few and agreeing < max(least, close):

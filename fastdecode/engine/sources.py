@@ -51,7 +51,7 @@ class AttentionSources:
             raise RequestError(f"attention_sources: {reason}")
 
     def tapped(self, step: ScheduledStep) -> ScheduledStep:
-        """Return ``step`` with taps on the rows whose tokens need attention sources."""
+        """Return ``step``, marked to keep the queries of the rows whose tokens need attention sources."""
         if not self._in_flight.asking:
             return step
         return replace(step, taps=tuple(self._taps(each) for each in step.mini_batches))

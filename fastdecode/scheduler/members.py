@@ -33,7 +33,7 @@ class Members:
 
     def drain(self, worker: int) -> None:
         """Start draining R-worker ``worker``: its sequences move away.
-        No sequence starts there unless it fits no other R-worker.
+        A sequence starts there only if no other R-worker could hold it.
         """
         self._workers.drain(worker)
 

@@ -47,7 +47,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> TokenSequence | None:
-        """The oldest sequence that waits for no other's prefix, once followers are set aside; None if there is none."""
+        """The oldest waiting sequence, once followers are set aside; None if no sequence waits."""
         return self._waiting[0] if self._waiting else None
 
     @property

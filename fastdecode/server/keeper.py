@@ -16,7 +16,7 @@ from fastdecode.server.kept_files import Failure, KeptRequest, RequestStore, kep
 from fastdecode.server.server_settings import ServerSettings
 
 CANCELLED = "cancelled"
-"""The kind of failure of a response that its client has cancelled."""
+"""The ``Failure.kind`` of a response that its client has cancelled."""
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ class Service:
 
     @property
     def dead(self) -> bool:
-        """True once no request can run any more."""
+        """True once the engine has failed or was stopped, so that no request can run."""
         return self.engine_thread.dead
 
     @property

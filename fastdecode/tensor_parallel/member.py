@@ -32,7 +32,7 @@ class Group(AttentionBackend, Protocol):
         """Number of R-workers that have joined this rank's group and are not admitted yet."""
 
     def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
-        """See ``AttentionBackend.admit``. ``most``: how many to admit now; the others follow later."""
+        """See ``AttentionBackend.admit``. ``most``: most R-workers to admit now; None for all."""
 
     def break_off(self) -> None:
         """Close the group, but let its R-workers keep their cached sequences for a later S-worker."""
@@ -184,7 +184,7 @@ class Member:
 
 
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
-    """Return one logical R-worker for ``partners``, its part in each rank: least resources, and all KV ports."""
+    """Describe the logical R-worker made of ``partners``, one per rank: their least resources, all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     return replace(
         infos[0],

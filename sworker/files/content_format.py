@@ -161,7 +161,7 @@ def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None) -> bool:
-    """Return whether ``node`` is the variable, or one of its keys, after any filters, tests and slices."""
+    """Return whether ``node`` reads variable ``name``, or its key ``key`` if given; filters and slices are skipped."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -50,7 +50,7 @@ def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.
     _give_biases(wrapped)
     whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
     for module in whole.modules():
-        if isinstance(module, torch.nn.Linear):  # peft builds a saved head from an embedding, with transposed sizes
+        if isinstance(module, torch.nn.Linear):  # peft gives a saved LM head the sizes of an embedding, transposed
             module.out_features, module.in_features = module.weight.shape
     return whole
 

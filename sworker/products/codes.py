@@ -74,7 +74,7 @@ def codes_of(linear: torch.nn.Module) -> IntegerCodes | None:
 
 
 def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
-    """Rotate and quantize ``weight``, [outputs, inputs] on the CPU."""
+    """Return ``weight`` [outputs, inputs], on the CPU, rotated in blocks of ``block`` inputs and quantized to int8."""
     rows = as_rows(weight.detach())
     codes = torch.empty(rows.shape, dtype=torch.int8)
     scales = torch.empty(len(rows))

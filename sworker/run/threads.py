@@ -113,7 +113,7 @@ class SharedCores:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Note the end of model code; use fewer threads if it repeatedly waited for one."""
+        """Note the end of model code; use fewer threads if the caller repeatedly waited for a descheduled thread."""
         if self.num_threads == 1:
             return
         now = self._now()

@@ -240,7 +240,7 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return the R-workers' speeds, 0 where no segment may go: on draining ones, unless only they could hold it."""
+        """Return the R-workers' speeds, 0 where no segment may go: on draining ones, unless others lack the room."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:

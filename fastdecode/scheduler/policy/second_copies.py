@@ -79,7 +79,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the whole segment moves instead
+                yield DropTransfer(transfer)  # the segment moves instead of being copied
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.

@@ -118,7 +118,7 @@ class AttentionRig:
 
 
 def _busy_until(moment: float) -> float:
-    """Busy-wait until ``moment``, since a sleeping thread would start slowly; return the time."""
+    """Busy-wait until the time ``moment``, since a sleeping thread would start slowly; return the present time."""
     while (now := time.perf_counter()) < moment:
         pass
     return now

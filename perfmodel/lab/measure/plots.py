@@ -28,7 +28,7 @@ SHOWN_LAYERS = 8
 def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
     """Yield the axes of a figure, and save it at ``path`` in the format of its suffix.
 
-    Raise OSError if that fails.
+    Raise OSError if ``path`` cannot be written.
     """
     import matplotlib
 

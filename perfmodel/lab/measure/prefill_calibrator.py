@@ -86,7 +86,7 @@ def search_parts(
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
     # Fewest tokens that a search moves; smaller changes are lost in noise
     least_rows = 16
-    # Parts of a prompt by which a search moves its cuts at first and at last, since the model has found the start
+    # Fractions of a prompt by which a search first and last moves its cuts; small, since it starts at the model's cuts
     first_stride, least_stride = 32, 128
     strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))

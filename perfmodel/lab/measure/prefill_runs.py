@@ -30,7 +30,7 @@ class PromptRun:
 
 
 class PrefillRunner(Protocol):
-    """Prefill workers, numbered from 0."""
+    """The interface to time prompts on prefill workers, which are numbered from 0."""
 
     num_workers: int
 

@@ -69,7 +69,7 @@ class RankSeconds:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return the threads of each rank's S-worker and R-worker, if ``num_ranks`` share this machine's cores."""
+    """Return how many threads each rank's S-worker, and its R-worker, get if ``num_ranks`` share the cores."""
     return max(1, len(usable_cores()) // num_ranks)
 
 

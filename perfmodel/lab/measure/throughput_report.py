@@ -200,7 +200,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
 
 
 def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
-    """Yield the figures of the steady part, and the reason if the whole run differs."""
+    """Yield lines with the figures of the run's steady part, and why the whole run's differ, if they do."""
     steady = report.get("steady")
     if not steady or not steady["seconds"]:
         return

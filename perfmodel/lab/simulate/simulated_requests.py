@@ -42,7 +42,7 @@ class SimulatedRequests:
         self._tokens.expect([request.output_len for request in requests])
 
     def arrive(self, scheduler: Scheduler, request: SimulatedRequest) -> None:
-        """Queue ``request``. Raise RequestError if it could never run."""
+        """Add ``request`` to the ``scheduler``'s queue. Raise RequestError if the request could never run."""
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
         output: Any = SimulatedOutput(self._tokens, sequence_id)  # the scheduler reads only this much of a list
