@@ -113,7 +113,7 @@ def slowdown(profile: HardwareProfile, num_busy: int) -> float:
 def measured_forecast(
     profile: HardwareProfile, num_workers: int, method: str = "kvr", kv_dtype: str = "auto"
 ) -> Forecast:
-    """Return the forecast for the scheduler's policy, for ``num_workers`` like the measured ones."""
+    """Return a forecast of prompts' parts and times on ``num_workers`` prefill workers as fast as the measured ones."""
     model = measured_prefill_model(profile, num_workers, kv_dtype=kv_dtype)
     return Forecast(model, PartitionTable(profile.partitions), method)
 

@@ -124,7 +124,7 @@ class PrefillTimes:
             raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
 
     def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
-        """Return the times of one layer of a part of the chain."""
+        """Return the seconds of one layer of a part: ``rows`` rows after ``context`` tokens, at relative ``speed``."""
         products = self.s_part.layer_seconds(rows) / speed
         before = self.before_share * products
         return PartSeconds(before, self.attention.seconds(rows, context) / speed, products - before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastdecode.core.errors import ConfigError
 
 DEFAULT_TPOT_SECONDS = 0.1
-"""Default limit of the time per token: ten tokens a second, faster than people read."""
+"""Default limit of the seconds per output token: ten tokens a second, faster than people read."""
 
 CHUNK_TOKENS = 2048
 """Prompt rows per step: the engine's default ``max_num_batched_tokens``."""

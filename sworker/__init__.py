@@ -3,7 +3,7 @@
 import gc
 import os
 
-# Defaults of two environment variables of torch's libraries, for users who have set none:
+# Defaults of environment variables of torch's libraries, for users who have set none:
 # 1. Turns that an idle OpenMP thread spins before it sleeps: some tens of microseconds. libgomp spins for milliseconds
 # by default. On cores shared with an R-worker's threads or another process, matrix products then wait for each other's
 # time slices: 10 times slower beside one busy neighbour; this setting is 3.4 times faster than that. libgomp reads it

@@ -26,7 +26,7 @@ class CallPart:
 
 
 def call_id(answer: str, number: int, length: int = 0) -> str:
-    """Return a unique id for tool call ``number`` of the answer with id ``answer``; the same at every call.
+    """Return a unique id for tool call number ``number`` of the answer with id ``answer``: always the same id.
 
     ``length``: characters of an id of letters and digits, for chat templates that need a fixed length; 0 for no limit.
     """

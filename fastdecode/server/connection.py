@@ -99,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.send = _AnswerToHttp10(self.cycle).send  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Pass on ``body``, a part of the request's body."""
+        """Pass ``body``, a part of the request's body, to uvicorn, unless the connection is closing."""
         if not self.transport.is_closing():
             super().on_body(body)
 

@@ -114,7 +114,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A text as in a completion, or messages as in a chat."""
+    """The body of a request for the token ids of a text (as in a completion) or of messages (as in a chat)."""
 
     model: str | None = None
     prompt: str | None = None
@@ -130,7 +130,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Token ids to decode."""
+    """The body of a request to turn token ids into text."""
 
     tokens: list[int]
     model: str | None = None

@@ -82,7 +82,7 @@ class Service:
 
     @property
     def dead(self) -> bool:
-        """True once the engine has failed or stopped, so that no request can run."""
+        """True once the engine has failed or was stopped, so that no request can run."""
         return self.engine_thread.dead
 
     @property

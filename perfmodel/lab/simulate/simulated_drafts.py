@@ -13,7 +13,7 @@ from fastdecode.perfmodel.lab.simulate.tokens import Clock
 
 
 class SimulatedDrafter:
-    """Proposes drafts for the scheduler, and draws their acceptance."""
+    """Proposes draft tokens for the scheduler, and decides at random how many of them are accepted."""
 
     def __init__(self, drafting: Drafting, num_r_workers: int) -> None:
         self.drafting = drafting

@@ -22,9 +22,9 @@ TRACE_KEYS = ("timestamp", "input_length", "output_length")
 class SimulatedRequest:
     """A prompt, exactly ``output_len`` tokens to generate, and the times of its events in simulated seconds.
 
-    ``max_tokens``: what the scheduler is told, for outputs that stop by themselves; None for the length itself.
+    ``max_tokens``: the limit that the scheduler knows, for outputs that stop earlier; None for ``output_len``.
     ``prompt_token_ids``: never changed, so runs may share it; the values matter only to prefix caching.
-    ``start_seconds``: the start of the first step that computed any of it. ``token_seconds``: the end of each step that
+    ``start_seconds``: the start of the first step with a row of this request. ``token_seconds``: ends of steps that
     gave it a token, float64 [tokens so far], once the run has ended.
     """
 
@@ -42,7 +42,7 @@ class SimulatedRequest:
 
     @property
     def scheduling_delay_seconds(self) -> float:
-        """Seconds from arrival to the start of its first step; infinite if it never started."""
+        """Seconds from the request's arrival to the start of its first step; infinite if it never started."""
         return float("inf") if self.start_seconds is None else self.start_seconds - self.arrival_seconds
 
     @property
