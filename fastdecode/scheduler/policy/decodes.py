@@ -51,7 +51,7 @@ class Decodes:
 
     def _extend(self, rows: np.ndarray) -> Decision[None]:
         """Give the sequence of ``rows[0]``, whose tail is full, a new tail.
-        Or preempt a sequence to make room for it.
+        If there is no room, preempt a sequence.
         """
         sequence = self._table.sequence(int(rows[0]))
         worker, has_room = self._admission.segments.next_tail(sequence)

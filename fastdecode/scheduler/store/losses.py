@@ -73,7 +73,7 @@ class Losses:
         return Damage(whole, broken, starved)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return how many tokens sequences had cached before their last rows, if these attended on ``worker``."""
+        """Return the sequences whose last rows attended on ``worker``, and their cached tokens before these rows."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
