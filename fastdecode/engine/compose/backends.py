@@ -123,7 +123,7 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
-    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # so in any step
+    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # it abandons steps
     return told.outliving() if config.keep_session or exits_early else told
 
 
