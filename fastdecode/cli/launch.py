@@ -108,7 +108,7 @@ def _job(args: argparse.Namespace, hosts: list[HostSlots]) -> lines.JobShape:
 
 
 def _check_parking(args: argparse.Namespace, r_hosts: Sequence[HostSlots]) -> None:
-    """Raise ConfigError if ``args`` give a parking folder that two R-workers on a host in ``r_hosts`` would share."""
+    """Raise ConfigError if two R-workers on one host of ``r_hosts`` would share the folder for parked KV caches."""
     parse_park(args.park_dir, args.park_after, args.park_bytes)
     twice = next((host for host in r_hosts if host.slots > 1), None)
     if args.park_dir is not None and twice:

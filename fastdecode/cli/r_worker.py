@@ -170,7 +170,7 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
 
 
 def listen_place(args: argparse.Namespace, unless_given: str) -> tuple[str, int, str | None]:
-    """Return the host and port to listen on, and with --join the host name by which the S-worker reaches them.
+    """Return the host and port to listen on, and with --join the host name by which the S-worker reaches this host.
 
     Raise ConfigError if a key file is needed and missing.
     """

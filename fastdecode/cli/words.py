@@ -43,7 +43,7 @@ def flag_of(word: str, actions: Actions) -> str | None:
 
 
 def _spell(word: str, actions: Actions) -> list[str]:
-    """Return ``word`` as argparse needs it: a known flag with dashes; ``-O3`` as two words, long flag and value."""
+    """Return ``word`` as argparse needs it: known flags with dashes, and ``-O3`` as a long flag and its value."""
     if match := re.fullmatch(r"-O(=?)(.*)", word, re.DOTALL):
         if "--optimization-level" in actions:
             return ["--optimization-level", *([match.group(2)] if match.group(2) else [])]

@@ -1,1 +1,1 @@
-"""Types that all floors share: records of a step, protocols, errors, and the machine's resources."""
+"""Types that all layers of the code share: records of a step, protocols, errors, and the machine's resources."""

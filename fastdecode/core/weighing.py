@@ -66,7 +66,7 @@ class Weighing:
 
     @property
     def first_block(self) -> int:
-        """The index of the block with the part's first token."""
+        """The index of the KV block that holds the first token of the part."""
         return self.part.offset // self.block
 
     @property

@@ -93,7 +93,7 @@ class Folder:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self._path)  # noqa: PTH105 (of two names, not of a Path)
+        os.replace(aside, self._path)  # noqa: PTH105 (both are plain strings)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, data: bytes) -> None:

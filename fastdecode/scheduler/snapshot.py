@@ -15,7 +15,7 @@ class RWorkerSnapshot:
     """One R-worker, present or lost.
     Of its ``num_blocks`` KV blocks, ``free`` hold nothing. ``retained`` hold only prefixes, which can be evicted at any
     time. ``reserved`` belong to unfinished copies to it. ``num_sequences``: sequences that append there.
-    ``num_controls``: controls to it that wait to be sent.
+    ``num_controls``: control messages (copy, free, ...) that wait to be sent to it.
     """
 
     index: int

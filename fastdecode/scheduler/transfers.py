@@ -50,7 +50,7 @@ class Transfers:
 
     def done(self, transfer: Transfer, seconds: float) -> None:
         """Record that the bytes of ``transfer`` were copied in ``seconds``, while no step ran.
-        If an R-worker drops its copy, the next step releases it.
+        If an R-worker drops the copied blocks, the next step frees the blocks reserved for them.
         """
         self._price.paid(transfer.num_tokens, seconds)
         if transfer.is_move or self.copies is None:

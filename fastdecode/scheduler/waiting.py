@@ -81,7 +81,7 @@ class WaitingQueue:
         self._aside[sequence.sequence_id] = sequence
 
     def come_back(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence`` again, which was set aside; do nothing if it has left."""
+        """Queue the set-aside ``sequence`` again; do nothing if it has ended or was aborted meanwhile."""
         if self._aside.pop(sequence.sequence_id, None):
             self._insert(sequence)
 

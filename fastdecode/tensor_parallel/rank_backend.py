@@ -148,7 +148,7 @@ class TensorParallelBackend:
     def close(self) -> None:
         """See ``AttentionBackend.close``.
 
-        Ranks that could not open their R-workers have closed these already, and may get another backend.
+        A rank that could not open its R-workers has closed them already; closing twice is harmless.
         """
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):

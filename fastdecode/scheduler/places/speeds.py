@@ -89,7 +89,7 @@ NUM_STEPS = 3
 
 
 class Speeds:
-    """Each R-worker's speed: a decaying sum of attended KV tokens over busy seconds. A change of speed resets the sum.
+    """Each R-worker's speed: attended KV tokens divided by busy seconds, both decaying sums. A new speed resets both.
     Bandwidth measured at the start does not show which R-workers will share cores: two on one core, or one with a busy
     neighbour. Busy seconds do show it. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
     float64 [num_workers].

@@ -223,7 +223,7 @@ class Workers:
         return controls
 
     def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
-        """Queue ``controls`` again, before newer controls, since no R-worker received them."""
+        """Queue the control messages ``controls`` again, before newer ones, since no R-worker received them."""
         for worker, verbs in zip(self._states, controls, strict=True):
             worker.controls[:0] = verbs
 

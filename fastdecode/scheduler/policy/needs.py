@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True if every sequence begins with the blocks of the longest one, and so never grows."""
+        """True if every sequence gets, at its start, as many blocks as the longest one needs, and so never grows."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:

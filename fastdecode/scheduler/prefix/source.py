@@ -84,7 +84,7 @@ class Keeper(Source, Protocol):
         """Retain a prefix for other sequences, now that more of the prompt of ``sequence`` is cached."""
 
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
-        """Return whether other sequences can begin from the first ``num_blocks`` blocks that ``leader`` computes."""
+        """Return whether other sequences can reuse the first ``num_blocks`` KV blocks that ``leader`` computes."""
 
     def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
         """Return whether starting from ``num_blocks`` cached blocks is better for ``sequence`` than recomputing."""

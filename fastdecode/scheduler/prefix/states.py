@@ -115,8 +115,8 @@ class States(IndexedSource, Keeper):
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the kept cache id if ``sequence`` continues in place, else a new cache id.
-        A preempted sequence gets a new id, since the prefix that it left may still have the old one.
+        """Return the present cache id if ``sequence`` appends to the cache that it has, else a new one.
+        A preempted sequence gets a new id, since the prefix that it left behind may still use the old one.
         """
         if hit and hit.is_own:
             return hit.prefix.prefix_id
