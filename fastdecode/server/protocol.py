@@ -245,5 +245,5 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[Any, float]:
-    """Return the logit ``bias`` with integer token ids as keys, not JSON's texts. SamplingParams refuses invalid keys."""
+    """Return the logit ``bias`` with integer token ids as keys, not texts. SamplingParams refuses invalid keys."""
     return {int(key) if re.fullmatch("[0-9]{1,18}", key) else key: value for key, value in bias.items()}

@@ -74,7 +74,7 @@ class RowCost:
         value = min(value, highest)
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
         # The slope is fitted over recent changes of batch rows. Their squared relative changes sum to this: two
-        # doublings, or 32 changes of 25 %. Steps with unchanged rows say nothing about the slope, so they do not decay it either.
+        # doublings, or 32 changes of 25 %. Steps with unchanged rows say nothing about it, so they change nothing.
         slope_memory = 2.0
         kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
         kept *= slope_memory / (slope_memory + relative**2)
