@@ -20,14 +20,14 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 355,
-    "lines that serving imports": 52_800,
-    "lines of the product": 66_850,
+    "modules that serving imports": 352,
+    "lines that serving imports": 52_200,
+    "lines of the product": 66_600,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 606,
-    "docstrings that are fragments": 27,
+    "module constants": 604,
+    "docstrings that are fragments": 20,
 }
 
 FRAGMENT = re.compile(
