@@ -50,7 +50,7 @@ class Transfers:
 
     def done(self, transfer: Transfer, seconds: float) -> None:
         """Record that the bytes of ``transfer`` were copied in ``seconds``, while no step ran.
-        If an R-worker drops the copied blocks, the next step frees the blocks reserved for them.
+        If it was a move, the next step frees the blocks of the R-worker that it moved from.
         """
         self._price.paid(transfer.num_tokens, seconds)
         if transfer.is_move or self.copies is None:

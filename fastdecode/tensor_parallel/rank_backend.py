@@ -148,7 +148,7 @@ class TensorParallelBackend:
     def close(self) -> None:
         """See ``AttentionBackend.close``.
 
-        A rank that could not open its R-workers has closed them already; closing twice is harmless.
+        Other ranks are told to close only if all could open their R-workers; one that could not has closed them.
         """
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):

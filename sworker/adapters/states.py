@@ -193,7 +193,7 @@ def _selective_scan(
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt = F.softplus(dt) if delta_softplus else dt
     heads, dim = as_heads(hidden_states.shape[1])
-    skipped = 0.0 if D is None else hidden_states * D[:, None]  # before the R-worker overwrites these outputs
+    skipped = 0.0 if D is None else hidden_states * D[:, None]
     rows = payload(tuple(each.transpose(1, 2) for each in (hidden_states, B, C)), (dt.transpose(1, 2),))
     recurrence = Recurrence("selective", None, heads, dim, 1, A.shape[1], factors=A.T)
     out = advance(rows, recurrence).flatten(2).transpose(1, 2) + skipped

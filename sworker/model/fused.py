@@ -88,6 +88,12 @@ class FusedRows:
         self._replaced.append(module)
 
 
+def are_rotated_whole(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Return whether q and k are [1, heads, T, dim] of the dtype of ``cos``, and ``cos`` [1, T, dim] has all dims."""
+    fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
+    return fits and cos.shape == (1, q.shape[2], q.shape[3])
+
+
 class Rotary:
     """Computes ``apply_rotary_pos_emb`` in one pass. Arguments of unknown form go to the model's own function."""
 
@@ -98,8 +104,7 @@ class Rotary:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
         """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
-        fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
-        if more or options or not fits or cos.shape != (1, q.shape[2], q.shape[3]) or _is_large(q):
+        if more or options or not are_rotated_whole(q, k, cos) or _is_large(q):
             return self.own(q, k, cos, sin, *more, **options)
         angles = to_numpy(cos[0]), to_numpy(sin[0])
         return _rotated(q, *angles), _rotated(k, *angles)

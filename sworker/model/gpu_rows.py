@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastdecode.sworker.model.fused import ROTARY, eps_of, rotates_alike, with_global
+from fastdecode.sworker.model.fused import ROTARY, are_rotated_whole, eps_of, rotates_alike, with_global
 from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.run.staging import DTYPE_NAME
 
@@ -125,8 +125,7 @@ class GpuRotary:
         """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
         from fastdecode.sworker.model.triton_rows import rotate
 
-        fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
-        if more or options or not fits or cos.shape != (1, q.shape[2], q.shape[3]):
+        if more or options or not are_rotated_whole(q, k, cos):
             return self.own(q, k, cos, sin, *more, **options)
         return rotate(q, cos.contiguous(), sin.contiguous()), rotate(k, cos.contiguous(), sin.contiguous())
 
