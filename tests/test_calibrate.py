@@ -17,7 +17,7 @@ from fastdecode._rworker import supported_isas
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ProfileError
-from fastdecode.engine.compose.setup import with_absorption
+from fastdecode.engine.compose.timed_steps import with_absorption
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.perfmodel.calibration import Steadied
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine

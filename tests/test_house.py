@@ -9,6 +9,8 @@ from functools import cache
 import pytest
 from helpers.modules import modules, reached, sources, trees
 
+from fastdecode.core.optional import PARTS
+
 ROOMS_OF_CLUSTER = ("wire", "links", "r_worker", "pool", "prefill", "ray")
 """In order: a room imports those before it and itself."""
 
@@ -47,9 +49,9 @@ def circles() -> set[frozenset[str]]:
     return {frozenset(names) for names in found.values() if names}
 
 
-def serving() -> set[str]:
-    """Return the modules that a process that serves can import."""
-    return set(SERVING).union(*(reached()[name] for name in SERVING))
+def serving(optional: bool = True) -> set[str]:
+    """Return the modules that a process that serves can import. ``optional``: those too that only some settings need."""
+    return set(SERVING).union(*(reached(optional)[name] for name in SERVING))
 
 
 @cache
@@ -74,7 +76,7 @@ def is_constant(node: ast.stmt) -> bool:
 @cache
 def measured() -> dict[str, int]:
     """Return today's marks by their names in CEILINGS."""
-    served = serving()
+    served = serving(optional=False)
     lengths = {module.name: lines_of(module.name) for module in modules()}
     spans = [(node.end_lineno or 0) - node.lineno for node in definitions() if not isinstance(node, ast.ClassDef)]
     documented = [ast.get_docstring(node) or "" for node in definitions()]
@@ -110,6 +112,17 @@ def test_rooms_of_the_cluster_import_in_one_direction() -> None:
 
 def test_no_serving_process_imports_the_lab() -> None:
     assert {name for name in serving() if name.startswith("perfmodel.lab")} == set()
+
+
+def test_each_part_is_a_module_that_somebody_asks_for() -> None:
+    asked = {name for module in modules() for name in module.optional}
+    assert asked == set(PARTS.values())
+    assert {f"fastdecode.{name}" for name in PARTS.values()} <= set(sources())
+
+
+def test_no_part_is_imported_without_being_asked_for() -> None:
+    """A part that something serving imports anyway saves nothing."""
+    assert set(PARTS.values()) & serving(optional=False) == set()
 
 
 def test_circles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.compose.setup import budget_within
+from fastdecode.engine.compose.timed_steps import budget_within
 from fastdecode.kinds.sizes import Sizes
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.places.workers import Workers

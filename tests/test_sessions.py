@@ -30,7 +30,7 @@ from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan
-from fastdecode.engine.compose.setup import profile_steps
+from fastdecode.engine.compose.timed_steps import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.request import Completion, InFlight, Request
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import HOST, Pool, StateClock, StepRecord, Tracer, step_record
-from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.protocols import AttentionBackend, RanksBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import JoinedWorker, RunningCycle
@@ -24,10 +21,8 @@ from fastdecode.journal.journal import Journal
 from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import TokenSequence, Transfer
 from fastdecode.sworker import SWorker
-from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
-from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +153,7 @@ class LiveWorld:
         r_workers: list[RWorkerInfo],
         in_flight: InFlight,
         prefills: RemotePrefills | None = None,
-        ranks: TensorParallelBackend | None = None,
+        ranks: RanksBackend | None = None,
         in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
@@ -172,7 +167,7 @@ class LiveWorld:
         self.sources = AttentionSources(s_worker.layout, in_flight, backend, in_ranges, prefills is not None)
         self._in_flight = in_flight
         self._prefills = prefills
-        self._ranks = ranks
+        self.ranks = ranks
 
     def now(self) -> float:
         """Return the seconds of ``time.perf_counter``."""
@@ -237,8 +232,8 @@ class LiveWorld:
         self.backend.dismiss(worker)
 
     def forget(self, sequence_id: int) -> None:
-        if self._ranks and self.s_worker.prompts.sequence_ids:
-            self._ranks.forget(sequence_id)
+        if self.ranks and self.s_worker.prompts.sequence_ids:
+            self.ranks.forget(sequence_id)
         self.s_worker.forget(sequence_id)
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
@@ -255,21 +250,6 @@ class LiveWorld:
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer
-
-    @contextlib.contextmanager
-    def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
-        """Let another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps within the context.
-        This serves measurements that need full caches without computing prompts. If ranks share the model, raise
-        ConfigError unless ``make_s_worker`` is ``RandomPrompts``.
-        """
-        if self._ranks and make_s_worker is not RandomPrompts:
-            raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
-        own, lead = self.s_worker, {"lead": partial(self._ranks.lead, by="random")} if self._ranks else {}
-        self.s_worker = make_s_worker(own.code, own.layout, own.backend, own.clock, **lead)
-        try:
-            yield
-        finally:
-            self.s_worker = own
 
     def _enter(self, index: int, info: RWorkerInfo) -> JoinedWorker:
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self.r_workers)

@@ -33,6 +33,12 @@ class Schedule:
     stabilizes_load: bool = False
 
 
+MOVED_BYTES_PER_SECOND = 0.5e9
+"""Bytes per second assumed for moving a KV cache between R-workers, before a first move was timed.
+
+Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and the data passes through the S-worker.
+"""
+
 SCHEDULES = {
     "request-level": Schedule(Prefill.UNBOUNDED, waves=True, reserves_longest=True),
     "hybrid": Schedule(Prefill.UNBOUNDED, reserves_longest=True),
