@@ -61,11 +61,9 @@ def add_command(commands: Any) -> None:
     add_event_flags(parser.add_argument_group("workers that come and go"))
     group = parser.add_argument_group("capacity search")
     group.add_argument(
-        "--slo-tbt-p99",
-        type=float,
-        metavar="SECONDS",
+        "--slo-tbt-p99", type=float, metavar="SECONDS",
         help="find the largest request rate at which the P99 time between tokens keeps this limit",
-    )
+    )  # fmt: skip
     group.add_argument("--slo-delay-p50", type=float, metavar="SECONDS", help="beside it, from arrival to start (2)")
     group = parser.add_argument_group("output")
     group.add_argument("--output-json", metavar="FILE", help="write every figure")
