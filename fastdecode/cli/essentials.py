@@ -62,22 +62,31 @@ ESSENTIAL = {
     ),
     "prefill-worker": ("listen", "join", "threads", "cores", "key_file", *_MODEL, "device"),
 }  # fmt: skip
-"""Essential flags by command. Commands that are not listed have few flags and show all."""
+"""Essential flags by command. A command that is not listed has few flags, and ``--help`` shows all of them."""
 
 TEXTS = {
     "api_key": "key that requests must send",
-    "chat": "write each prompt with the chat template",
+    "chat": "format each prompt by the chat template",
     "dataset_path": "ShareGPT JSON, or JSONL with a prompt per line",
-    "dtype": "of weights: float32, float16 or bfloat16",
-    "emit": "print this in place of the plan",
+    "dtype": "weights as float32, float16 or bfloat16",
+    "emit": "format to print in place of the plan",
+    "format": "openmpi, mpich, srun, slurm or ssh",
+    "health_listen": "address for /health and /metrics; port 0: any",
     "host": "address to listen at",
-    "kv_cache_memory": "such as 4GiB, per R-worker",
-    "kv_cache_dtype": "float32, float16, bfloat16, int8 or int4",
+    "join": "address of an S-worker whose running job to join",
+    "key_file": "file with the secret that both sides share",
+    "kv_cache_memory": "KV cache, such as 4GiB",
+    "kv_cache_dtype": "KV cache as float32, float16, bfloat16, int8 or int4",
     "model": "folder, GGUF file, or id on the Hugging Face hub",
-    "r_workers": "which R-workers hold the KV cache",
-    "reasoning_parser": "form of the model's thoughts, such as qwen3",
+    "park_after": "seconds without use before a prefix is stored",
+    "park_bytes": "most bytes in --park-dir",
+    "park_dir": "folder in which to store unused prefixes",
+    "r_workers": "R-workers, which hold the KV cache",
+    "reasoning_parser": "syntax of reasoning, such as qwen3",
     "schedule": "sls, stall-free, fcfs, request-level, hybrid or prefill-first",
-    "served_model_name": "what clients call the model",
-    "tool_call_parser": "form of the model's tool calls, such as hermes",
+    "security": "with --key-file: encrypt or authenticate",
+    "served_model_name": "names by which clients request the model",
+    "tool_call_parser": "syntax of tool calls, such as hermes",
+    "top_p": "sample from this total probability",
 }
 """Help texts by flag that ``--help`` shows in place of the longer ones of ``--help-all``."""
