@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.table:
         table = session_table(args)
         print("\n".join(table_lines(table)))
-        write_json({"table": [asdict(row.cell) for row in table.rows]}, args.output_json)
+        write_json({"table": [asdict(row) for row in table.rows]}, args.output_json)
         return 0
     answer = answer_of(args)
     print(emit(answer.case, answer.found) if args.emit else plan_text(answer))
