@@ -39,12 +39,9 @@ class EngineFields:
     """One field per engine flag, with underscores; None means "choose for me"."""
 
     model: str = setting(
-        str(DEMO_MODEL),
-        "model folder, GGUF file, or id on the Hugging Face hub",
-        MODEL,
-        metavar="PATH_OR_ID",
+        str(DEMO_MODEL), "model folder, GGUF file, or id on the Hugging Face hub", MODEL, metavar="PATH_OR_ID",
         unset="the demo model",
-    )
+    )  # fmt: skip
     tokenizer: str | None = setting(
         None, "folder or hub id of the tokenizer", MODEL, metavar="PATH_OR_ID", unset="the model's"
     )
@@ -68,12 +65,9 @@ class EngineFields:
             "vllm, none; or a folder with such a file", MODEL, metavar="FOLDER",
     )  # fmt: skip
     override_generation_config: dict[str, Any] = setting(
-        dict,
-        "default sampling parameters that replace those of generation_config.json",
-        MODEL,
-        metavar="JSON",
+        dict, "default sampling parameters that replace those of generation_config.json", MODEL, metavar="JSON",
         unset="none",
-    )
+    )  # fmt: skip
     hf_overrides: dict[str, Any] = setting(
         dict, "keys of the model's configuration to replace", MODEL, metavar="JSON", unset="none"
     )
@@ -129,11 +123,9 @@ class EngineFields:
         unset="40 % of the free memory, shared by the R-workers here",
     )  # fmt: skip
     enable_prefix_caching: bool = setting(
-        True,
-        "reuse the KV cache of prompts that begin with the same tokens",
-        BATCHING,
+        True, "reuse the KV cache of prompts that begin with the same tokens", BATCHING,
         unset="on; off for the random dataset",
-    )
+    )  # fmt: skip
     schedule: str = setting(
         "sls", "scheduling policy; sls is load-stabilizing and stall-free", BATCHING, choices=SCHEDULE_NAMES
     )
@@ -153,13 +145,9 @@ class EngineFields:
             "R-worker needs no recomputing", BATCHING, choices=(1, 2),
     )  # fmt: skip
     micro_batch_interval: int | None = setting(
-        None,
-        "steps between two micro-batches of new sequences, with schedule sls",
-        BATCHING,
-        metavar="STEPS",
-        unset="auto: 1/32 of the mean output length",
-        least=1,
-    )
+        None, "steps between two micro-batches of new sequences, with schedule sls", BATCHING, metavar="STEPS",
+        unset="auto: 1/32 of the mean output length", least=1,
+    )  # fmt: skip
     tbt_target: float | None = setting(
         None, "target for the time between two tokens; sls and stall-free compute fewer prompt tokens "
             "per step to meet it",
@@ -181,34 +169,21 @@ class EngineFields:
         metavar="SPEC",
     )  # fmt: skip
     r_threads: int | None = setting(
-        None,
-        "threads of each R-worker",
-        WORKERS,
-        metavar="N",
-        unset="one per core of the R-worker",
-        least=1,
+        None, "threads of each R-worker", WORKERS, metavar="N", unset="one per core of the R-worker", least=1,
         most=MAX_THREADS,
-    )
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "processes over which the S-worker is split. Each has its own R-workers: N of inproc:N "
             "or spawn:N, or an equal share of the addresses, in order", WORKERS, metavar="N", least=1, most=MAX_RANKS,
     )  # fmt: skip
     s_threads: int | None = setting(
-        None,
-        "threads of the S-worker",
-        WORKERS,
-        metavar="N",
-        unset="one per core of the S-worker",
-        least=1,
+        None, "threads of the S-worker", WORKERS, metavar="N", unset="one per core of the S-worker", least=1,
         most=MAX_THREADS,
-    )
+    )  # fmt: skip
     s_cores: str | None = setting(
-        None,
-        "cores of the S-worker, such as 0,2-3",
-        WORKERS,
-        metavar="LIST",
+        None, "cores of the S-worker, such as 0,2-3", WORKERS, metavar="LIST",
         unset="every core; with spawn, the cores that --r-cores leaves",
-    )
+    )  # fmt: skip
     r_cores: str | None = setting(
         None, "cores of the R-workers on this machine, such as 4-7", WORKERS, metavar="LIST", unset="every core"
     )
@@ -228,12 +203,9 @@ class EngineFields:
         most=MAX_THREADS,
     )  # fmt: skip
     prefill_cores: str | None = setting(
-        None,
-        "cores of spawned prefill workers, such as 4-7; each worker gets a share",
-        WORKERS,
-        metavar="LIST",
+        None, "cores of spawned prefill workers, such as 4-7; each worker gets a share", WORKERS, metavar="LIST",
         unset="every core",
-    )
+    )  # fmt: skip
     speculative_config: dict[str, Any] = setting(
         dict, 'speculative decoding: how to draft tokens, such as {"method": "ngram", '
             '"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}', BATCHING, metavar="JSON",
@@ -243,12 +215,9 @@ class EngineFields:
         None, "address at which R-workers may join the running job", WORKERS, metavar="HOST:PORT", unset="nowhere"
     )
     key_file: str | None = setting(
-        None,
-        "file with the secret that is shared with R-workers at host:port; mode 0600",
-        WORKERS,
-        metavar="FILE",
+        None, "file with the secret that is shared with R-workers at host:port; mode 0600", WORKERS, metavar="FILE",
         unset="none",
-    )
+    )  # fmt: skip
     security: str | None = setting(
         None, "with --key-file, the same on both sides: encrypt, or authenticate, which is faster but "
             "sends data in clear text", WORKERS, choices=SECURITY_LEVELS, unset="encrypt",

@@ -35,11 +35,9 @@ def add_command(commands: Any) -> None:
             action.add_argument("--json", action="store_true", help="print one JSON object per file")
         else:
             action.add_argument(
-                "names",
-                nargs="*",
-                metavar="FILE",
+                "names", nargs="*", metavar="FILE",
                 help="names of files, as `fastdecode cache ls` prints them; verify without names checks all",
-            )
+            )  # fmt: skip
         if name == "drop":
             action.add_argument("--all", action="store_true", help="delete every file")
             action.add_argument(

@@ -60,12 +60,9 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     log_levels = ("debug", "info", "warning", "error", "critical")
     level = told if told in log_levels else "warning"
     group.add_argument(
-        "--log-level",
-        type=str.lower,
-        default=level,
-        choices=log_levels,
+        "--log-level", type=str.lower, default=level, choices=log_levels,
         help=f"level of log messages ({environment.LOG_LEVEL}, or warning)",
-    )
+    )  # fmt: skip
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
     group.add_argument(
         "--seed", type=_seed, default=0, help="seed of random weights, data and unseeded requests (%(default)s)"
@@ -138,10 +135,9 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
         "--cores", metavar="LIST", help="cores to use, such as 0,2-3 (every core that the process may use)"
     )
     parser.add_argument(
-        "--key-file",
-        metavar="FILE",
+        "--key-file", metavar="FILE",
         help="file with the secret that is shared with the S-worker, mode 0600; needed between machines",
-    )
+    )  # fmt: skip
     add_flags(parser, EngineConfig, ["security"])
     parser.add_argument(
         "--transport", default="tcp", choices=["tcp", "mpi"], help="tcp, or mpi for a rank of an MPI job (tcp)"

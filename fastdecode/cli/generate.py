@@ -21,54 +21,7 @@ if TYPE_CHECKING:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("generate", help="generate and stream text")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue")
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate per text (128)")
-    group.add_argument("--min-tokens", type=int, default=0, help="fewest tokens before the text may end (0)")
-    group.add_argument(
-        "--temperature", type=float, help="sampling temperature; 0 is greedy (generation_config.json's, else 1)"
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        help="sample from the likeliest tokens with this total probability (generation_config.json's, else 1)",
-    )
-    group.add_argument(
-        "--top-k", type=int, help="sample from this many likeliest tokens; 0: all (generation_config.json's, else 0)"
-    )
-    group.add_argument(
-        "--min-p", type=float, help="drop tokens less likely than this fraction of the likeliest one (0)"
-    )
-    group.add_argument(
-        "--repetition-penalty", type=float, help="factor that makes tokens of prompt and output less likely (1)"
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="STRING",
-        help="string that ends the text; may be given several times",
-    )
-    group.add_argument("--n", type=int, default=1, help="texts to generate per prompt (1)")
-    group.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: print the log-probabilities of the K likeliest tokens"
-    )
-    group.add_argument(
-        "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
-        help="print for each token the K (3) blocks of context that it attended to most",
-    )  # fmt: skip
-    group.add_argument(
-        "--attention-source-block",
-        type=int,
-        default=16,
-        metavar="N",
-        help="with --show-sources: tokens of one block of context (16)",
-    )
-    group.add_argument(
-        "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
-        help="with --show-sources: layers whose attention counts, numbered among the layers with "
-            "attention (all that see the whole context)",
-    )  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
+    _add_sampling_flags(parser.add_argument_group("sampling"))
     parser.add_argument(
         "--chat", action="store_true", help="format each prompt as a user's message, by the chat template"
     )
@@ -78,6 +31,35 @@ def add_command(commands: Any) -> None:
     add_engine_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_sampling_flags(group: Any) -> None:
+    group.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate per text (128)")
+    group.add_argument("--min-tokens", type=int, default=0, help="fewest tokens before the text may end (0)")
+    group.add_argument("--temperature", type=float, help="temperature; 0 is greedy (generation_config.json's, else 1)")
+    group.add_argument("--top-p", type=float, help="total probability to keep (generation_config.json's, else 1)")
+    group.add_argument("--top-k", type=int, help="likeliest tokens to keep; 0: all (generation_config.json's, else 0)")
+    group.add_argument("--min-p", type=float, help="least probability, relative to the likeliest token (0)")
+    group.add_argument("--repetition-penalty", type=float, help="above 1: repeat tokens less often (1)")
+    group.add_argument("--stop", action="append", default=[], metavar="STRING", help="ends the text; may be repeated")
+    group.add_argument("--n", type=int, default=1, help="texts to generate per prompt (1)")
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: print the log-probabilities of the K likeliest tokens"
+    )
+    group.add_argument(
+        "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
+        help="print for each token the K (3) blocks of context that it attended to most",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention-source-block", type=int, default=16, metavar="N",
+        help="with --show-sources: tokens of one block of context (16)",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
+        help="with --show-sources: layers whose attention counts, numbered among the layers with "
+            "attention (all that see the whole context)",
+    )  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,29 +42,23 @@ def add_command(commands: Any) -> None:
         "--format", choices=FORMATS, help="program whose commands to print (the installed mpirun's, else openmpi)"
     )
     parser.add_argument(
-        "--kv-cache-memory",
-        metavar="BYTES",
+        "--kv-cache-memory", metavar="BYTES",
         help="memory of each R-worker's KV cache (the default of `fastdecode r-worker`)",
-    )
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="threads of each R-worker (one per core)")
     parser.add_argument("--park-dir", metavar="DIR", help="folder in which each R-worker stores unused prefixes (none)")
     parser.add_argument(
-        "--park-after",
-        type=float,
-        metavar="SECONDS",
+        "--park-after", type=float, metavar="SECONDS",
         help="seconds without use after which a prefix is stored in --park-dir (60)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--park-bytes",
-        metavar="BYTES",
+        "--park-bytes", metavar="BYTES",
         help="most bytes that an R-worker stores in --park-dir (half of the free disk space)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--key-file",
-        default="pool.key",
-        metavar="FILE",
+        "--key-file", default="pool.key", metavar="FILE",
         help="file with the secret, the same on every host; for ssh and for prefill workers (pool.key)",
-    )
+    )  # fmt: skip
     add_common_flags(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command of the S-worker (bench throughput)")
     parser.set_defaults(run=run)

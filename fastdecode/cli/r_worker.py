@@ -53,16 +53,13 @@ def add_command(commands: Any) -> None:
         "--kv-cache-memory", metavar="BYTES", help="memory of the KV cache, such as 4GiB (40 %% of the free memory)"
     )
     parser.add_argument(
-        "--park-dir",
-        metavar="DIR",
+        "--park-dir", metavar="DIR",
         help="folder in which the R-worker stores unused prefixes, to read them back later (none)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--park-after",
-        type=float,
-        metavar="SECONDS",
+        "--park-after", type=float, metavar="SECONDS",
         help=f"seconds without use after which a prefix is stored in --park-dir ({PARK_AFTER:g})",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--park-bytes", metavar="BYTES",
         help="most bytes in --park-dir, such as 100GiB; the least recently used files are deleted "

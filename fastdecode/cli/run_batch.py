@@ -81,12 +81,9 @@ def add_command(commands: Any) -> None:
         "-i", "--input-file", required=True, metavar="JSONL", help="batch file to read: one request per line"
     )
     parser.add_argument(
-        "-o",
-        "--output-file",
-        required=True,
-        metavar="JSONL",
+        "-o", "--output-file", required=True, metavar="JSONL",
         help="file to write: one answer per line, in the order in which requests finish",
-    )
+    )  # fmt: skip
     names = {"help": "names by which requests may ask for the model; any name if unset. Answers give the first"}
     add_flags(parser.add_argument_group("requests"), ServerSettings, OF_REQUESTS, served_model_name=names)
     parser.add_argument(

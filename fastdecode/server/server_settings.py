@@ -58,12 +58,9 @@ class ServerSettings:
         unset="by the chat template",
     )  # fmt: skip
     max_num_queued_reqs: int = setting(
-        4096,
-        "most requests that wait while --max-num-seqs run; further requests are answered with 503",
-        SERVER,
-        metavar="N",
-        least=0,
-    )
+        4096, "most requests that wait while --max-num-seqs run; further requests are answered with 503", SERVER,
+        metavar="N", least=0,
+    )  # fmt: skip
     shutdown_timeout: float = setting(
         30.0, "seconds that accepted requests may still take after SIGTERM or Ctrl-C", SERVER, metavar="SECONDS"
     )
@@ -71,12 +68,9 @@ class ServerSettings:
         30.0, "seconds within which a client must send a request's header, and then its body", SERVER, metavar="SECONDS"
     )
     max_request_bytes: int = setting(
-        32 * MEBIBYTE,
-        "most bytes of a request's body; longer bodies are answered with 413",
-        SERVER,
-        metavar="BYTES",
+        32 * MEBIBYTE, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
         least=1,
-    )
+    )  # fmt: skip
     otlp_traces_endpoint: str | None = setting(
         None, "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces; the server "
             "sends one span per request, as OTLP over HTTP", SERVER, metavar="URL", unset="none",
