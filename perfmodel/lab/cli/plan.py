@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from fastdecode.cli.flags import add_common_flags, add_placing_flags
@@ -13,7 +12,7 @@ from fastdecode.perfmodel.lab.cli.model_list import model_lines
 from fastdecode.perfmodel.lab.cli.plan_answer import answer_of, plan_figures
 from fastdecode.perfmodel.lab.cli.plan_emit import FORMATS, emit
 from fastdecode.perfmodel.lab.cli.plan_text import plan_text
-from fastdecode.perfmodel.lab.cli.session_table import session_table, table_lines
+from fastdecode.perfmodel.lab.cli.session_table import session_table, table_figures, table_lines
 from fastdecode.perfmodel.lab.cli.shape_inputs import check_state_flags
 from fastdecode.perfmodel.lab.cli.variants.prefill_workers import add_prefill_flags
 from fastdecode.perfmodel.lab.cli.variants.speculative_decoding import add_speculation_flags
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.table:
         table = session_table(args)
         print("\n".join(table_lines(table)))
-        write_json({"table": [asdict(row) for row in table.rows]}, args.output_json)
+        write_json({"table": table_figures(table)}, args.output_json)
         return 0
     answer = answer_of(args)
     print(emit(answer.case, answer.found) if args.emit else plan_text(answer))

@@ -112,6 +112,17 @@ def table_lines(table: SessionTable) -> Iterator[str]:
         yield table.memory
 
 
+def table_figures(table: SessionTable) -> list[dict[str, float | None]]:
+    """Return the table for JSON: ms per token by each way (None: not all sessions at once), and tokens/s in turns."""
+    ways = ("gpu_alone", "fastdecode", "streamed")
+    return [
+        {"context": row.context, "sessions": row.sessions}
+        | {name: getattr(row, name).milliseconds for name in ways}
+        | {f"{name}_in_turns": getattr(row, name).in_turns for name in ways}
+        for row in table.rows
+    ]
+
+
 def best_way(row: Row) -> str:
     """Return the way with the most tokens per second, in words; "-" if none can run."""
     ways = {"GPU alone": row.gpu_alone, "FastDecode": row.fastdecode, "KV over PCIe": row.streamed}
