@@ -35,6 +35,7 @@ _KEYS = {
     "vocab_size": ("vocab_size",),
 }
 
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _PLAIN_MLP = {
@@ -125,10 +126,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_matrices=2 if kind in _PLAIN_MLP else 3,
             tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
             num_experts=num_experts,
-            experts_per_token=config.get("num_experts_per_tok")
-            or config.get("experts_per_token")
-            or config.get("num_experts_per_token")
-            or 1,
+            experts_per_token=next((config[key] for key in _EXPERTS_PER_TOKEN if config.get(key)), 1),
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
             windows=_windows(config, hybrid.attending if hybrid else sizes["num_layers"], index),

@@ -50,7 +50,7 @@ from fastdecode.perfmodel.measurements import HERE, MachineIdentity
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.sworker.model.loader import model_shape
+from fastdecode.sworker.model.shape import model_shape
 
 pytestmark = pytest.mark.slow
 

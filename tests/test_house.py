@@ -23,8 +23,8 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 352,
-    "lines that serving imports": 52_200,
-    "lines of the product": 66_600,
+    "lines that serving imports": 52_350,
+    "lines of the product": 66_880,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
@@ -50,7 +50,7 @@ def circles() -> set[frozenset[str]]:
 
 
 def serving(optional: bool = True) -> set[str]:
-    """Return the modules that a process that serves can import. ``optional``: those too that only some settings need."""
+    """Return the modules that a process that serves can import. ``optional``: also optional ones."""
     return set(SERVING).union(*(reached(optional)[name] for name in SERVING))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +15,13 @@ from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
-from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.machine import host_id
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
 class InprocWorker(PoolWorker):
@@ -51,9 +48,9 @@ class InprocWorker(PoolWorker):
         """
         self.name = name
         self._park = ParkDirectory(park) if park else None
-        self._parker: Parker | None = None
+        self._parker: Any = None
         self._security = security or Security()
-        self._kv_port: KvPort | None = None
+        self._kv_port: Any = None
         self._size, self._block_size, self._own_cores = size, block_size, own_cores
         self._waits_working = waits_working
         self._postponed: tuple | None = None
@@ -68,7 +65,7 @@ class InprocWorker(PoolWorker):
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
         if self._park and not layout.cannot("parking"):
-            self._parker = Parker(self._worker, self._park, layout)
+            self._parker = optional("parking").Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:
         worker = self._open

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,11 @@ from fastdecode.core.machine import (
     total_memory_bytes,
     usable_cores,
 )
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
 @dataclass(frozen=True)
@@ -245,14 +243,9 @@ def _ranges(cores: list[int] | tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
-    """Open a KV port; see ``KvPort``. Raise ValueError if it cannot be opened.
-
-    The import is here, since most R-workers need no ZeroMQ.
-    """
-    from fastdecode.cluster.r_worker.kv_port import KvPort
-
+def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> Any:
+    """Open a KV port; see ``KvPort``. Raise ValueError if it cannot be opened."""
     try:
-        return KvPort(worker, layout, security, host)
+        return optional("KV port").KvPort(worker, layout, security, host)
     except OSError as error:
         raise ValueError(f"kv_port: {error.strerror}") from None

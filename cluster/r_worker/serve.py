@@ -1,20 +1,13 @@
-"""Serves one S-worker: the process that started this one, or the first rank of an MPI job."""
+"""Serves the S-worker that started this process."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from fastdecode.cluster.links.mpi_job import S_RANK, join_as_r_worker
-from fastdecode.cluster.links.mpi_link import MpiLink
 from fastdecode.cluster.links.shared_memory import SharedMemoryLink
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.wire.handshake import Security
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi import MpiJob
 
 
 def serve_parent(control: int, memory: int, host: Host, security: Security) -> None:
@@ -27,27 +20,3 @@ def serve_parent(control: int, memory: int, host: Host, security: Security) -> N
         Session(link, host, security=security).run()
     finally:
         link.close()
-
-
-def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
-    """Join this process's job as an R-worker and serve its S-worker until the job is over.
-
-    ``on_join`` is called with the rank. ``security``: of the KV port. Raise ConfigError if this process is alone. A
-    failure ends the job.
-    """
-    job = join_as_r_worker().job
-    on_join(job.rank)
-    try:
-        _serve(job, host, security)
-    except BaseException as error:
-        job.abort(f"this R-worker failed: {type(error).__name__}: {error}")
-
-
-def _serve(job: MpiJob, host: Host, security: Security) -> None:
-    peer, over = job.peer(S_RANK), False
-    while not over:
-        link = MpiLink(peer)
-        Session(link, host, security=security).run()
-        link.close()
-        over = link.over
-    peer.close()

@@ -27,6 +27,7 @@ from fastdecode.cli.flags import (
     say_mended,
 )
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.optional import optional
 from fastdecode.core.parent import die_with
 from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
@@ -49,24 +50,26 @@ def add_command(commands: Any) -> None:
         "on a second SIGTERM it ends at once.",
     )
     add_worker_flags(parser, LISTEN)
-    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
     parser.add_argument(
-        "--park-dir",
-        metavar="DIR",
-        help="folder where it stores prefixes that are not used, and reads them back (none)",
+        "--kv-cache-memory", metavar="BYTES", help="memory of the KV cache, such as 4GiB (40 %% of the free memory)"
     )
     parser.add_argument(
-        "--park-after", type=float, metavar="SECONDS", help=f"without use, after which they are parked ({PARK_AFTER:g})"
-    )
+        "--park-dir", metavar="DIR",
+        help="folder in which the R-worker stores unused prefixes, to read them back later (none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--park-after", type=float, metavar="SECONDS",
+        help=f"seconds without use after which a prefix is stored in --park-dir ({PARK_AFTER:g})",
+    )  # fmt: skip
     parser.add_argument(
         "--park-bytes", metavar="BYTES",
-        help="most on the disk, such as 100GiB; the least recently used are deleted first (half of what is free "
-            "there)",
+        help="most bytes in --park-dir, such as 100GiB; the least recently used files are deleted "
+            "first (half of the free disk space)",
     )  # fmt: skip
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT",
-        help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
-        "0: any (nowhere)",
+        help="address for GET /health (200, or 503 if the R-worker cannot serve) and /metrics "
+            "(Prometheus), without a key; port 0: any (none)",
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -123,14 +126,15 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
     """Serve as a rank of an MPI job. Checks of this machine precede MPI_Init, so that a failure ends the job."""
     from fastdecode.cluster.r_worker.host import take_host
-    from fastdecode.cluster.r_worker.serve import serve_job
     from fastdecode.cluster.wire.handshake import read_security
 
     check_security(args.security, args.key_file)
     security = read_security(args.key_file, args.security)
     with contextlib.closing(take_host(*resources)) as machine:
         told = machine.describe()
-        serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {told}", flush=True), security)
+        optional("MPI serving").serve_job(
+            machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {told}", flush=True), security
+        )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The product's modules, parsed once: what each imports, and how long its parts are."""
+"""The product's modules, parsed once: the imports of each, and the lengths of its parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FOLDERS = {
     "cluster": "fastdecode.cluster",
     "perfmodel": "fastdecode.perfmodel",
 }
-"""Folders of the checkout, and the packages that they are."""
+"""Folders of the checkout, with their package names."""
 
 
 @dataclass(frozen=True)
 class Module:
     """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too.
 
-    ``optional``: modules that it imports as a ``part`` once settings ask for them (``fastdecode.core.optional``).
+    ``optional``: modules that it imports as ``optional`` once settings ask for them (``fastdecode.core.optional``).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Module:
 
     @property
     def others(self) -> set[str]:
-        """Top-level names of everything else outside the standard library."""
+        """Top-level names of all other imports outside the standard library."""
         return {name.split(".")[0] for name in self.imports} - {"fastdecode"} - sys.stdlib_module_names
 
 
@@ -73,7 +73,7 @@ def read_module(name: str, tree: ast.Module, known: set[str]) -> Module:
     """
     found, optional = set(), set()
     for node in _nodes(tree, name == ""):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "part":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "optional":
             optional |= {PARTS[each.value] for each in node.args if isinstance(each, ast.Constant)}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

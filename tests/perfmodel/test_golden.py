@@ -1,4 +1,4 @@
-"""The figures the papers print, from the inputs they print beside them."""
+"""Figures that the papers print, computed from the inputs printed beside them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, Transport
 
 R_SECONDS = 0.1239e-6
-"""One R-worker (socket), per cached token and layer of the 7B model."""
+"""Seconds of one R-worker (socket) per cached token and layer of the 7B model."""
 
 T_1024_SECONDS = 7.08e-3
 
 PAPER_7B = ModelShape("paper-7b", 32, 4096, 4 * 4096, 32, 32, 128, 32000, mlp_matrices=2, dtype="float16")
-"""The sizes of FastDecode's 7B layer: 12·h² weights."""
+"""The sizes of the 7B layer in FastDecode's paper: 12·h² weights."""
 
 WORKED = ModelShape("worked", 64, 4096, 16384, 32, 8, 256, 32128, tied_embeddings=True)
 WORKED_EXPERTS = ModelShape(
@@ -49,20 +49,20 @@ def test_r_workers_of_short_sequences() -> None:
 
 
 def test_r_is_what_the_paper_measured() -> None:
-    """8.12 ms for 1024 sequences of 256 tokens on 4 sockets; the preset of its CPU says the same."""
+    """1024 sequences of 256 tokens on 4 sockets take 8.12 ms; the preset of that CPU agrees."""
     preset = host_r_part(PAPER_7B, "float16", find_cpu_host("epyc-7452"))
     assert preset.seconds_per_token * 1024 * 256 / 4 == pytest.approx(8.12e-3, rel=0.005)
 
 
 def test_the_a10_preset_is_near_what_the_paper_measured() -> None:
-    """T(1) and T(1024); the second is what the sum of loading and multiplying makes of 0.62 of the FLOP/s."""
+    """T(1) and T(1024) are compared; the second is loading plus multiplying at 0.62 of the FLOP/s."""
     s_part = GpuSPart(PAPER_7B, find_gpu("a10"))
     assert s_part.layer_seconds(1) == pytest.approx(1.46e-3, rel=0.01)
     assert s_part.layer_seconds(1024) == pytest.approx(T_1024_SECONDS, rel=0.05)
 
 
 def test_sizes_of_a_7b_layer() -> None:
-    assert 1024 * PAPER_7B.attending_row_bytes // 10**5 == 335  # 33.5 MB, 33.55 cut
+    assert 1024 * PAPER_7B.attending_row_bytes // 10**5 == 335  # 33.55 MB, which the paper cuts to 33.5
     pcie, network = (Transport(PAPER_7B.attending_row_bytes, (rate,)) for rate in (32e9, 100e9 / 8))
     assert pcie.trip_seconds(1024) == pytest.approx(1.04e-3, abs=0.01e-3)  # 1.049, printed as 1.04
     assert f"{network.trip_seconds(1024) * 1e3:.2f}" == "2.68"

@@ -16,7 +16,7 @@ from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.machine import KV_CACHE_SHARE, STATE_SHARE, available_memory_bytes, usable_cores
-from fastdecode.core.optional import part
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.state_room import StateRoom
@@ -43,21 +43,24 @@ def make_backend(
     insists: bool = True,
 ) -> AttentionBackend:
     """Return a backend over the R-workers in ``config.r_workers``; R-workers of this machine run on ``cores``.
-    It has a listener for R-workers that join, which also serves prefill workers that join ``prefill_workers``.
-    ``model``: the model's identity; ``run``: the journal's run. By both, R-workers know which session continues.
-    ``insists``: take the session from an earlier S-worker that is silent. ``ray_job``: from ``place_on_ray``.
+    If R-workers may join, it has a listener for them, which also adds joining prefill workers to ``prefill_workers``.
+    ``model``: the model's identity; ``run``: the journal's run. From these names R-workers know whether this engine
+    continues the session that they keep. ``insists``: take the session from an earlier S-worker that is silent.
+    ``ray_job``: from ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
     if ray_job:
-        pool: PoolBackend = part("Ray pool").RayBackend(ray_job)
+        pool: PoolBackend = optional("Ray pool").RayBackend(ray_job)
         address = config.pool_listen or f"{ray_job.host}:0"
-        listener = part("TCP pool").join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
+        listener = optional("TCP pool").join_listener(
+            address, config.block_size, ray_job.security, config.silence_seconds
+        )
     else:
         pool = _make_pool(config, cores, model, run or Run("", ""), insists)
         if config.pool_listen:
             guard = config.key_file, config.security, config.silence_seconds
-            listener = part("TCP pool").listen_for_joins(config.pool_listen, config.block_size, *guard)
+            listener = optional("TCP pool").listen_for_joins(config.pool_listen, config.block_size, *guard)
     if listener:
         logger.info("R-workers may join at %s", listener.address)
         if (config.pool_listen or "").endswith(":0"):
@@ -79,7 +82,7 @@ def place_on_ray(config: EngineConfig) -> Any:
     if spec.kind != "ray":
         return None
     memory = config.bytes_of("kv_cache_memory")
-    return part("Ray pool").RayJob(
+    return optional("Ray pool").RayJob(
         spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security
     )
 
@@ -109,7 +112,7 @@ def journal_copies(backend: AttentionBackend) -> Place:
 
     if not isinstance(backend, PoolBackend):
         raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
-    return part("journal copies").JournalCopies(backend)
+    return optional("journal copies").JournalCopies(backend)
 
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
@@ -117,7 +120,8 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
-    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # it abandons steps
+    # early exit abandons steps
+    exits_early = config.speculative is not None and config.speculative.method == "early_exit"
     return told.outliving() if config.keep_session or exits_early else told
 
 
@@ -136,7 +140,7 @@ def _is_near(spec: WorkerSpec) -> bool:
     if spec.kind == "ray":
         return False
     if spec.kind == "mpi":
-        return bool(part("MPI job").join_as_s_worker().is_on_one_machine)
+        return bool(optional("MPI job").join_as_s_worker().is_on_one_machine)
     return all(is_loopback(split_address("workers", each)[0]) for each in spec.addresses)
 
 
@@ -147,7 +151,7 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
         return None
     from fastdecode.cluster.wire.handshake import read_security
 
-    security, workers = read_security(config.key_file, config.security), part("prefill workers")
+    security, workers = read_security(config.key_file, config.security), optional("prefill workers")
     if spec.kind == "tcp":
         return workers.listening_workers(spec.addresses, security)
     if spec.kind == "mpi":
@@ -173,15 +177,15 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     if config.state_on != "s":
         return None
     from fastdecode.cluster.pool.backend import PoolBackend
+    from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 
     if not isinstance(backend, PoolBackend):
         raise BackendError("state_on: 's' is for R-workers of one S-worker process")
-    pairs = part("state pairs")
     memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
-    room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
     cores = config.s_core_list or usable_cores()
     num_kept = config.max_num_seqs + room.kept
-    backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores)))
+    backend.keep_states(StateKeeper(num_kept, config.s_thread_count, tuple(cores)))
     return room
 
 
@@ -190,9 +194,9 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
     if spec.kind == "tcp":
         return _listening(config, model, run, insists)
     if spec.kind == "join":
-        return part("TCP pool").JoiningBackend(spec.count)
+        return optional("TCP pool").JoiningBackend(spec.count)
     if spec.kind == "mpi":
-        return part("MPI pool").MpiBackend(config.block_size)
+        return optional("MPI pool").MpiBackend(config.block_size)
     from fastdecode.cluster.r_worker.host import RWorkerSize
 
     num_bytes = kv_cache_bytes(config)
@@ -203,7 +207,7 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
     ]
     if spec.kind == "spawn":
         guard = config.key_file, config.security, config.silence_seconds
-        return part("spawned pool").SpawnBackend(sizes, config.block_size, *guard, config.park)
+        return optional("spawned pool").SpawnBackend(sizes, config.block_size, *guard, config.park)
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.wire.handshake import read_security
 
@@ -221,10 +225,10 @@ def _listening(config: EngineConfig, model: str, run: Run, insists: bool) -> Poo
         any_run = config.journal == ON_R_WORKERS
         before = f"{model} " if any_run else before
         lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
-    may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1  # ranks' pools are alike
+    may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1
     guard = config.key_file, config.security, config.silence_seconds
     addresses = config.r_worker_spec.addresses
-    return part("TCP pool").TcpBackend(addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
+    return optional("TCP pool").TcpBackend(addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
 
 
 def prepare(config: EngineConfig) -> None:
@@ -235,14 +239,14 @@ def prepare(config: EngineConfig) -> None:
     spec, prefill = config.r_worker_spec, config.prefill_worker_spec
     if config.in_mpi_job:
         num_ranks = prefill.count if prefill and prefill.kind == "mpi" else 0
-        part("MPI job").join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
+        optional("MPI job").join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
     if spec.on_this_machine:
         from fastdecode.cluster.r_worker.tuning import forced_isa, forced_read_ahead
 
         forced_isa()
         forced_read_ahead()
     if spec.kind == "ray":
-        part("Ray pool").check_installed()
+        optional("Ray pool").check_installed()
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:

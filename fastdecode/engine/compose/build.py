@@ -16,7 +16,7 @@ from fastdecode.api.request import InFlight
 from fastdecode.core.errors import BackendError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
-from fastdecode.core.optional import part
+from fastdecode.core.optional import optional
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend, RanksBackend
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
@@ -78,8 +78,8 @@ class Parts:
 @dataclass(frozen=True)
 class _Pool:
     """The R-workers, opened with caches for a model.
-    ``ranks``: the same as ``backend`` if several ranks share the model. ``state_room``: room for recurrent states if
-    the S-worker keeps them, else None.
+    ``ranks``: ``backend`` itself if several ranks share the model, else None. ``state_room``: room for recurrent states
+    if the S-worker keeps them, else None.
     """
 
     backend: AttentionBackend
@@ -96,9 +96,9 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     the first this does not return.
     """
     if config.profile:
-        config = part("timed steps").with_absorption(config)
+        config = optional("timed steps").with_absorption(config)
     if config.tensor_parallel_size > 1:
-        part("ranks").follow(config)
+        optional("ranks").follow(config)
     if backend is None:
         prepare(config)
     r_cores = usable_cores()
@@ -107,10 +107,10 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
-    prefill_backend = make_prefill_backend(config)  # its processes load their models at the same time
+    prefill_backend = make_prefill_backend(config)  # prefill workers load their models while this process continues
     if prefill_backend:
         cleanup.callback(prefill_backend.close)
-    ranks = part("ranks").Ranks(config) if config.tensor_parallel_size > 1 else None
+    ranks = optional("ranks").Ranks(config) if config.tensor_parallel_size > 1 else None
     if ranks:
         cleanup.callback(ranks.close)
         config = ranks.config
@@ -137,7 +137,7 @@ def _first_pool(
     its silence.
     """
     folder = config.journal_folder if config.stands_by else None
-    pulse = part("pulse").Listening(folder) if folder else None
+    pulse = optional("pulse").Listening(folder) if folder else None
     reason = ""
     # Seconds between two attempts of a standby to open its session
     standby_seconds = 0.25
@@ -193,7 +193,7 @@ def _put_together(
         whole = replace(model.whole_layout, isa=common_isa(pool.r_workers))
         kv_heads = [layer.num_kv_heads for layer in model.layout.layers]
         num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, whole, kv_heads)
-        prefill_policy = part("prefill policy").make_prefill_policy(
+        prefill_policy = optional("prefill policy").make_prefill_policy(
             config, model, s_worker, pool.r_workers, num_workers, partial(layer_cache_maker, config)
         )
     scheduler = make_scheduler(
@@ -259,7 +259,7 @@ def _make_speculation(
     def make_own_backend(layout: KVLayout) -> AttentionBackend:
         return make_draft_backend(config, layout, model.max_model_len)
 
-    drafter = part("drafters").make_drafter(
+    drafter = optional("drafters").make_drafter(
         config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
     )
     return Speculation(drafter, in_flight, s_worker.clock)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.held import KnownTokens
-from fastdecode.core.optional import part
+from fastdecode.core.optional import optional
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
@@ -31,8 +31,8 @@ def make_journal(
     cleanup: ExitStack,
 ) -> Journal:
     """Return the journal that keeps requests and tokens for a later engine, if ``config`` asks for one.
-    ``fingerprint``: see ``KeptJournal``. If R-workers hold the session of an earlier engine, which may only be stopped,
-    the journal is taken from that engine.
+    ``fingerprint``: see ``KeptJournal``. If R-workers hold sequences of an earlier engine, take the journal over from
+    that engine, in case it is only suspended.
     """
     if config.journal is None:
         return Journal()
@@ -41,7 +41,7 @@ def make_journal(
     place = Folder(folder, takes_over) if folder else journal_copies(backend)
     cleanup.callback(place.close)
     epoch = max(worker.epoch for worker in r_workers)
-    journal: Journal = part("journal").KeptJournal(place, fingerprint, run.name, epoch)
+    journal: Journal = optional("journal").KeptJournal(place, fingerprint, run.name, epoch)
     cleanup.callback(journal.close)
     if folder is None and not journal.was_found and (names := [each.name for each in r_workers if each.kept_of]):
         logger.warning(
@@ -50,7 +50,7 @@ def make_journal(
             config.session, ", ".join(names),
         )  # fmt: skip
     if folder and config.session is not None:
-        cleanup.callback(part("pulse").Pulse(folder).close)
+        cleanup.callback(optional("pulse").Pulse(folder).close)
     return journal
 
 

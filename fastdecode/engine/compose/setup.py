@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.machine import SCRATCH_SHARE
-from fastdecode.core.optional import part
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Parks
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
@@ -45,11 +46,9 @@ def make_scheduler(
     """
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
-    calibrated = None
-    if config.profile:
-        calibrated = part("timed steps").live_step_model(config, model, r_workers, num_mini_batches)
+    timed: Any = optional("timed steps") if config.profile or config.tbt_target is not None else None
+    calibrated = timed.live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
     if config.tbt_target is not None and schedule.prefill is Prefill.CHUNKED:
-        timed = part("timed steps")
         step_time = calibrated or timed.profile_steps(s_worker, r_workers, min(budget, model.max_model_len))
         budget = timed.budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
@@ -96,7 +95,7 @@ def _draft_policy(limits: Limits, calibrated: StepTime | None) -> DraftPolicy | 
     """Return the policy that decides how many tokens are drafted; None without drafting."""
     if not limits.num_speculative_tokens:
         return None
-    policy = part("draft policy").BalancedDrafts
+    policy = optional("draft policy").BalancedDrafts
     return policy(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
 
 
