@@ -34,11 +34,11 @@ from fastdecode.engine.compose.timed_steps import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
-from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
+from fastdecode.scheduler.schedules import Sizes
 from fastdecode.scheduler.sequence import TokenSequence
 
 

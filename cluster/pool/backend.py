@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.members import PoolMembers
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker

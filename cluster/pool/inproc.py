@@ -10,7 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.pool.backend import PoolBackend
-from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh

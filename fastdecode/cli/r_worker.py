@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -111,15 +112,18 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
     """Serve the S-worker that started this process, on the cores that the S-worker chose."""
+    from fastdecode.cluster.links.shared_memory import SharedMemoryLink
     from fastdecode.cluster.r_worker.host import take_host
-    from fastdecode.cluster.r_worker.serve import serve_parent
+    from fastdecode.cluster.r_worker.session import Session
     from fastdecode.cluster.wire.handshake import read_security
 
     if args.parent is not None:
         die_with(args.parent)
     security = read_security(args.key_file, args.security)
     with contextlib.closing(take_host(*resources)) as machine:
-        serve_parent(args.control_fd, args.memory_fd, machine, security)
+        link = SharedMemoryLink(socket.socket(fileno=args.control_fd), args.memory_fd, is_s_worker=False)
+        with contextlib.closing(link):
+            Session(link, machine, security=security).run()
     return 0
 
 

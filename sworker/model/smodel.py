@@ -18,7 +18,6 @@ from fastdecode.core.optional import optional
 from fastdecode.sworker.files.generation import generation_defaults
 from fastdecode.sworker.model.code import AnyRank, ModelCode
 from fastdecode.sworker.model.first_layers import first_layers
-from fastdecode.sworker.model.load_code import load_code
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     max_position_embeddings,
@@ -28,6 +27,7 @@ from fastdecode.sworker.model.loader import (
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.support import repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
+from fastdecode.sworker.model.transformers_code import load
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,10 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        loaded = load_code(config, hf_config, rank)
+        if config.model_impl == "vllm":
+            loaded = optional("vLLM's code").load(config, hf_config)
+        else:
+            loaded = load(config, hf_config, rank)
         self.code, self._weights = loaded.code, loaded.digest
         self.layout, self.whole_layout = loaded.layout, loaded.whole_layout
         self.model_type = str(hf_config.model_type)

@@ -21,11 +21,11 @@ from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.run.pipeline import Forward, Graphs, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
-from fastdecode.sworker.run.query_taps import QueryTaps
 from fastdecode.sworker.run.staging import (
     TORCH_DTYPE,
     HostStaging,
     PackedRows,
+    QueryTaps,
     Staging,
     from_numpy,
     pack,

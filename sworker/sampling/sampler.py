@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.weighing import AttentionSource
-from fastdecode.sworker.sampling.logits import edited_logits
+from fastdecode.sworker.sampling.logits import SamplingRow, edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
-from fastdecode.sworker.sampling.rows import SamplingRow
 
 CHUNK_ELEMENTS = 2**21
 """Most logits processed at a time, so that temporary tensors take at most about 50 MB."""
