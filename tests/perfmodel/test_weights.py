@@ -1,4 +1,4 @@
-"""The weights people have: packed checkpoints, hub ids, the fewest GPUs that hold them, and sessions by context."""
+"""Weights as published: packed checkpoints, hub ids, the fewest GPUs that hold them, and sessions by context."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_configuration_says_its_format(quantization: dict[str, object], name: 
 
 
 def test_bytes_of_packed_weights_by_hand() -> None:
-    """Layers have 4.25 bits a weight; both embeddings keep two bytes."""
+    """Layers have 4.25 bits a weight, and both embeddings keep two bytes."""
     plain = BUILT_IN["llama-3-8b"]
     packed = replace(plain, weight_bits=4.25)
     vocabulary = 2 * 4096 * 128256
@@ -68,7 +68,7 @@ def test_packed_weights_favour_the_gpu_alone_and_are_said(tmp_path: Path, capsys
 
 
 def test_formats_that_the_engine_keeps_packed_count_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """gpt-oss-120b in MXFP4 fits one H100; ranks cut plain weights, so two of them unpack."""
+    """Packed weights stay packed on one GPU, and two ranks of an S-worker unpack them."""
     assert {*KEPT_PACKED} == {*FORMATS} - {name for name in FORMATS if name.startswith("gguf")}
     words = ["plan", "--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "8192", "--model"]
     assert main([*words, "llama-3-8b", "--weights", "awq"]) == 0
@@ -114,7 +114,7 @@ def test_the_list_of_models_and_the_table_of_sessions(tmp_path: Path, capsys: py
 
 
 def test_a_table_s_best_is_the_way_with_most_tokens_per_second(capsys: pytest.CaptureFixture[str]) -> None:
-    """One session at a time on the GPU gives more than four over slow R-workers, and the table says which memory."""
+    """Each row of the table names the way with the most tokens per second, sessions in turns included."""
     home = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x"]
     assert main(["plan", "--table", "--model", "llama-3-8b", *home]) == 0
     out = capsys.readouterr().out
