@@ -59,9 +59,6 @@ _PLAIN_MLP = {
 }
 """Model types whose MLP has two matrices; all others count as gated."""
 
-_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
-"""Beginnings of model types with a second projection of queries, which gates the output."""
-
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
 """Model types that tie input and output embeddings unless the file says otherwise."""
 
@@ -137,7 +134,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             index=index,
             state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
             mlp_layers=hybrid.mlps if hybrid else 0,
-            gated_attention=kind.startswith(_GATED_ATTENTION),
+            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # a second projection of queries
             beside_attention=_beside_attention(config),
             max_context=_max_context(config),
             weight_bits=_weight_bits(whole),

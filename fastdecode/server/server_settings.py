@@ -53,8 +53,6 @@ def entry_of(kind: str, name: str | None, chat_template: str) -> dict[str, Any]:
 SERVER = "server"
 """The name of the group of server flags in ``--help``."""
 
-MEBIBYTE = 1 << 20
-
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -106,7 +104,7 @@ class ServerSettings:
         30.0, "seconds within which a client must send a request's header, and then its body", SERVER, metavar="SECONDS"
     )
     max_request_bytes: int = setting(
-        32 * MEBIBYTE, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
+        32 << 20, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
         least=1,
     )  # fmt: skip
     otlp_traces_endpoint: str | None = setting(

@@ -10,9 +10,6 @@ import torch
 
 from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
 
-PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
-"""Rows, columns and depth of the timed product."""
-
 READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 
 LINK_BYTES = 256 << 20
@@ -51,7 +48,7 @@ def measure_device() -> DeviceSpeed:
 
 
 def _flops(device: torch.device) -> float:
-    size = PRODUCT_SIZES[device.type]
+    size = 8192 if device.type == "cuda" else 1024  # rows, columns and depth of the timed product
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2.0 * size**3 / _median_seconds(lambda: left @ right, device)
 
