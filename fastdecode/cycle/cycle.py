@@ -143,14 +143,18 @@ class Cycle(Generic[T]):
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
-            awaits = len(self.scheduler.remote_prompts) or self.scheduler.queue.num_aside
-            if not step.num_tokens and not step.arrived and not awaits:
+            if not step.num_tokens and not step.arrived and not self._awaits:
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             self._tell_world(step)
             for companion in self.companions:
                 companion.begun(step)
             self.requests.begun(step, self.world.now())
         return step
+
+    @property
+    def _awaits(self) -> bool:
+        """True while prefill workers compute prompts, or sequences wait for parked prefixes."""
+        return len(self.scheduler.remote_prompts) > 0 or self.scheduler.queue.num_aside > 0
 
     def _compute(self, step: ScheduledStep) -> T:
         try:

@@ -178,7 +178,8 @@ class LiveWorld:
 
     def compute(self, step: ScheduledStep) -> Sampled:
         """Return the sampled tokens of ``step``, and of the prompts that prefill workers have finished."""
-        step = self.sources.tapped(step)
+        if self._in_flight.asking:
+            step = self.sources.tapped(step)
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
@@ -192,7 +193,7 @@ class LiveWorld:
         return self._with_sources(step, tokens)
 
     def _with_sources(self, step: ScheduledStep, tokens: Sampled) -> Sampled:
-        return self.sources.found(step, tokens, self.s_worker.taps)
+        return self.sources.found(step, tokens, self.s_worker.taps) if step.taps else tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
         """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
