@@ -19,7 +19,7 @@ from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.load_limit import NUM_STEPS, BalanceFinder, LoadLimit
 from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, OutputLengths
-from fastdecode.scheduler.schedules import Sizes
+from fastdecode.scheduler.sequence import Sizes
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,7 @@ from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
-from fastdecode.scheduler.schedules import Sizes
-from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.sequence import Sizes, TokenSequence
 
 NUM_TOKENS, BLOCK, RANGE = 8, 16, 512
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

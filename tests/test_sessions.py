@@ -38,8 +38,7 @@ from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.schedules import Sizes
-from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.sequence import Sizes, TokenSequence
 
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:

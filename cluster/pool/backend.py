@@ -21,7 +21,7 @@ from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
-from fastdecode.core.types import StepPlan, StepReport, WorkerReport
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
@@ -40,6 +40,13 @@ class PoolBackend(PoolMembers):
         self._lost: list[int] = []
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
+
+    @property
+    def _is_empty(self) -> bool:
+        return all(isinstance(worker, LostWorker) for worker in self.workers)
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        return super().admit(vacant, most) if self._newcomers or self._returns else {}
 
     def begin_step(self, plan: StepPlan) -> None:
         if self.workers and self._is_empty:
@@ -171,7 +178,7 @@ class PoolBackend(PoolMembers):
         gone = self.workers[index]
         self.give_up(index)
         self._lost.append(index)
-        self._expect(gone)
+        self._expect(gone, self._is_empty)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)

@@ -114,10 +114,10 @@ class PoolMembers:
         """Return whether ``open`` continues without a lost ``worker``, since it may return."""
         return self._takes_back and self._anew(worker, False) is not None
 
-    def _expect(self, gone: PoolWorker) -> None:
-        """Try to open the lost worker ``gone`` again in the background, if it can return."""
+    def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
+        """Try to open the lost worker ``gone`` again in the background, if it can return. ``is_last``: none is left."""
         gone = gone.r_worker if isinstance(gone, StatePair) else gone
-        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+        if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)
 
@@ -178,10 +178,6 @@ class PoolMembers:
     def blocks_used(self) -> int:
         """Number of cache blocks in use on all R-workers together at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
-
-    @property
-    def _is_empty(self) -> bool:
-        return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
         """Return the error for a pool without R-workers: a NoRWorkerError if another may join or return."""

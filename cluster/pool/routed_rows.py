@@ -12,6 +12,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.core.routes import is_empty
 from fastdecode.core.types import Merge, MiniBatchRoutes, Rows
 from fastdecode.kinds import Layer
 from fastdecode.kinds.attending import Attending
@@ -43,7 +44,7 @@ class RoutedRows:
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
-        self.busy = [worker for worker, route in enumerate(routes.workers) if not route.is_empty]
+        self.busy = [worker for worker, route in enumerate(routes.workers) if not is_empty(route)]
         self.layer: int | None = None
         self._layout, self._routes = layout, routes.workers
         self._set_merge(routes.merge)

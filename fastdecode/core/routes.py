@@ -184,6 +184,12 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
     return Merge(np.array(merged, MERGED), np.array(parts, PART)), next_tail
 
 
+def is_empty(route: Route) -> bool:
+    """Return whether the R-worker of ``route`` gets no rows."""
+    rows = (route.q_rows, route.kv_rows)
+    return not any(each.stop - each.start if isinstance(each, slice) else len(each) for each in rows)
+
+
 def _joined(first: Rows, second: Rows) -> Rows:
     """Return the rows of ``first``, then the rows of ``second``; a slice if they are consecutive."""
     both = (np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in (first, second))

@@ -24,13 +24,17 @@ class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
     ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
-    the step itself.
+    the step itself. ``rests``: True while ``before`` has nothing to do.
     """
 
     s_seconds = wait_seconds = 0.0
+    rests = False
+
+    def joined(self, worker: int) -> None:
+        """Handle the R-worker that has joined as index ``worker``."""
 
     def before(self, cycle: Cycle) -> None:
-        """Do this companion's pending work between two steps; Ctrl-C does not interrupt it."""
+        """Do this companion's pending work between two steps, unless it rests; Ctrl-C does not interrupt it."""
 
     def prepare(self, cycle: Cycle) -> None:
         """Do this companion's pending work right before a step is scheduled; Ctrl-C may interrupt it."""
@@ -136,7 +140,8 @@ class Cycle(Generic[T]):
 
     def _before(self) -> None:
         for companion in self.companions:
-            companion.before(self)
+            if not companion.rests:
+                companion.before(self)
 
     def _begin(self) -> ScheduledStep:
         """Schedule a step and send it to the R-workers. If they refuse it, its controls stay pending."""

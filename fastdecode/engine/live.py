@@ -88,7 +88,8 @@ class LiveRequests:
             if request.finished:
                 self.in_flight.remove(request.request_id)
         self._grown |= grown
-        self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
+        if self.journal.records:
+            self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
         return num_tokens
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
@@ -119,7 +120,8 @@ class LiveRequests:
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
         self._ended.clear()
-        self.journal.settle()
+        if self.journal.records:
+            self.journal.settle()
         return outputs
 
     def _grow(

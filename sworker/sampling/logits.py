@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class SamplingRow:
 
     def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
         """Return the row for the token after ``draft_token_ids``. ``grammar``: the grammar's state after them."""
-        if self.plain:
+        if self.plain_from <= len(self.output_token_ids):
             return self
         return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
 
@@ -51,10 +52,12 @@ class SamplingRow:
         edited = params.changes_logits or held_back or bool(self.bad_words_token_ids)
         return edited or self.grammar is not None
 
-    @property
-    def plain(self) -> bool:
-        """True if the next token is the likeliest by the model's unchanged logits."""
-        return self.params.greedy and not self.changes_logits
+    @cached_property
+    def plain_from(self) -> float:
+        """Number of output tokens from which on the next token is the likeliest by the model's unchanged logits."""
+        if not self.params.greedy or self.params.changes_logits or self.bad_words_token_ids or self.grammar is not None:
+            return math.inf
+        return self.params.min_tokens if self.stop_token_ids else 0
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -60,7 +60,9 @@ class Sampler:
         # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
-        for part in _chunks([i for i, row in enumerate(rows) if not row.plain], logits.shape[1]):
+        for part in _chunks(
+            [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.plain_from], logits.shape[1]
+        ):
             index = torch.tensor(part, device=logits.device)
             chosen = _choose(logits.index_select(0, index), [rows[i] for i in part])
             tokens[index] = chosen.masked_fill(tokens[index] == failed, failed)

@@ -12,7 +12,7 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.types import Verb
 from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.speeds import Observed, Speeds
-from fastdecode.scheduler.schedules import Sizes
+from fastdecode.scheduler.sequence import Sizes
 
 Control = tuple[int, int, int, int]
 
