@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
+from helpers import r_workers
 from helpers.modules import modules, reached, sources, trees
 
 from fastdecode.core.optional import PARTS
@@ -91,6 +96,22 @@ def measured() -> dict[str, int]:
         "module constants": sum(is_constant(node) for tree in trees().values() for node in tree.body),
         "docstrings that are fragments": sum(bool(FRAGMENT.match(each)) for each in documented),
     }
+
+
+MOST_MODULES_OF_A_STEP = 40
+MOST_MODULES_OF_A_SERVER = 250
+
+
+@pytest.mark.slow
+def test_a_greedy_step_over_tcp_crosses_few_modules() -> None:
+    """Count modules in which the S-worker runs code during one steady step, and those that it has imported by then."""
+    with r_workers.listening() as (_, address):
+        command = [sys.executable, str(Path(__file__).parent / "helpers" / "step_modules.py"), address]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(found["crossed"]) <= MOST_MODULES_OF_A_STEP, found["crossed"]
+    assert len(found["imported"]) <= MOST_MODULES_OF_A_SERVER, found["imported"]
 
 
 @pytest.mark.parametrize("mark", CEILINGS)
