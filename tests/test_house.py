@@ -20,9 +20,9 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 352,
-    "lines that serving imports": 52_200,
-    "lines of the product": 66_600,
+    "modules that serving imports": 353,
+    "lines that serving imports": 52_600,
+    "lines of the product": 67_000,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
