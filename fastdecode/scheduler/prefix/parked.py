@@ -156,7 +156,7 @@ class Parked(Source):
 
     def _next(self, sequence: TokenSequence, usable: list[bytes], depth: int) -> Beginning | None:
         """Return the longest parked prefix of the segment with block ``depth`` that includes this block.
-        None without.
+        Return None if there is none.
         """
         start = depth // self._range_blocks * self._range_blocks
         hashes = usable[depth : start + self._range_blocks]
