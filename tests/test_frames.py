@@ -365,10 +365,14 @@ def test_a_report_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (Kind.PONG, bytes(7), "it sent a PONG frame of 7 bytes"),
-        (Kind.PONG, struct.pack("<d", float("nan")), "it sent a PONG frame with nan"),
-        (Kind.EXPORTED, struct.pack("<q", -1), "it exports -1 bytes, and its cache holds"),
-        (Kind.EXPORTED, struct.pack("<q", 1 << 62), "it exports 4,611,686,018,427,387,904 bytes, and its cache holds"),
+        (Kind.PONG, bytes(7), "a PONG frame of 7 bytes came"),
+        (Kind.PONG, struct.pack("<d", float("nan")), "a PONG frame came with nan"),
+        (Kind.EXPORTED, struct.pack("<q", -1), "the R-worker exports -1 bytes, and its cache holds"),
+        (
+            Kind.EXPORTED,
+            struct.pack("<q", 1 << 62),
+            "the R-worker exports 4,611,686,018,427,387,904 bytes, and its cache holds",
+        ),
         (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 24"),
         (Kind.REFUSED, b"nonsense", "REFUSED: JSON is malformed"),
     ],

@@ -129,13 +129,13 @@ def test_a_worker_that_leaves_starts_or_hangs_is_not_healthy(port: HealthPort, m
     place, vitals = place_of(port), port.vitals
     assert ask(place, "/health")[0] == 200
     vitals.is_leaving = True
-    assert ask(place, "/health") == (503, "it is leaving\n")
+    assert ask(place, "/health") == (503, "the R-worker is leaving\n")
     vitals.is_leaving, vitals.is_ready = False, False
-    assert ask(place, "/health") == (503, "it is starting\n")
+    assert ask(place, "/health") == (503, "the R-worker is starting\n")
     vitals.is_ready = True
     monkeypatch.setattr(vitals_module, "STUCK_SECONDS", -1.0)
     status, text = ask(place, "/health")
-    assert status == 503 and "its main loop has been stuck" in text
+    assert status == 503 and "main loop has been stuck" in text
     assert metrics(place)["healthy"] == 0
 
 

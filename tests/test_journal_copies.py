@@ -59,7 +59,7 @@ def test_a_journal_is_for_its_session() -> None:
     lease.leave(worker, is_broken=True)
     assert lease.open(hello("second"), make) is worker and lease.kept_of == "model first"
     lease.leave(worker, is_broken=False)
-    with pytest.raises(LeaseError, match="it keeps the caches of session a"):
+    with pytest.raises(LeaseError, match="this R-worker keeps the caches of session a"):
         lease.open(hello("third", name="b"), make)
     worker = lease.open(hello("third", model="another "), make)
     assert lease.journal.data == b"abc" and not lease.goes_on

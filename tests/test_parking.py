@@ -227,7 +227,9 @@ def test_what_is_superseded_or_too_much_goes(tmp_path: Path) -> None:
 def test_an_r_worker_without_a_disk_says_so() -> None:
     backend = InprocBackend([SIZE], BLOCK_SIZE)
     assert backend.open(LAYOUT)[0].park_after is None
-    with pytest.raises(BackendError, match="R-worker inproc-0 refused to park a sequence: it has no disk to park on"):
+    with pytest.raises(
+        BackendError, match="R-worker inproc-0 refused to park a sequence: the R-worker has no disk to park on"
+    ):
         PoolParks(backend).chains(0, "model")
     backend.close()
 

@@ -137,7 +137,9 @@ def test_a_second_s_worker_is_told_who_is_served() -> None:
     with r_workers.listening() as (_, address):
         first = opened(address)
         for _ in range(2):
-            with pytest.raises(BackendError, match=rf"{address} refused: it serves another S-worker, .+:\d+"):
+            with pytest.raises(
+                BackendError, match=rf"{address} refused: this R-worker serves another S-worker, .+:\d+"
+            ):
                 opened(address)
         assert works(first)
         first.close()
@@ -163,7 +165,7 @@ def test_when_its_s_worker_dies_it_serves_the_next(in_step: bool) -> None:
         holding = script(HOLD.format(address=address, in_step=in_step))
         process = subprocess.Popen(holding, stdout=subprocess.PIPE, text=True)
         assert process.stdout and process.stdout.readline() == "holding\n"
-        with pytest.raises(BackendError, match=rf"it serves another S-worker, .+:{process.pid}"):
+        with pytest.raises(BackendError, match=rf"this R-worker serves another S-worker, .+:{process.pid}"):
             opened(address)
         process.kill()
         process.communicate()
@@ -186,7 +188,9 @@ def test_a_lost_worker_is_said_and_the_other_goes_on(caplog: pytest.LogCaptureFi
         assert f"R-worker {address} is lost: the connection is closed" in caplog.text
         backend.begin_step(contract.plan([([(1, 4, 1, 1)], [])]))
         backend.abandon_step()
-        with pytest.raises(BackendError, match=f"R-worker {address} refused to export a sequence: it is lost"):
+        with pytest.raises(
+            BackendError, match=f"R-worker {address} refused to export a sequence: the R-worker is lost"
+        ):
             backend.export(1, 2)
         backend.close()
         assert serves(other)
@@ -206,7 +210,7 @@ def test_losing_the_last_one_is_one_clear_error() -> None:
 
 def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdecode.cluster.pool.remote.OPEN_SECONDS", 0.3)
-    with pytest.raises(BackendError, match=r"R-worker 127\.0\.0\.1:9 is lost: it did not answer within 0\.3 s"):
+    with pytest.raises(BackendError, match=r"R-worker 127\.0\.0\.1:9 is lost: no answer came within 0\.3 s"):
         opened("127.0.0.1:9")
 
 

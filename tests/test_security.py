@@ -39,7 +39,7 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
     _, address = guarded
     for _ in range(2):
         backend = opened(address, key_file, "authenticate")
-        with pytest.raises(BackendError, match=rf"{address} refused: it serves another S-worker, .+:\d+"):
+        with pytest.raises(BackendError, match=rf"{address} refused: this R-worker serves another S-worker, .+:\d+"):
             opened(address, key_file, "authenticate")
         mine = contract.FIRST[0][0], []
         local = contract.inproc()
@@ -113,7 +113,13 @@ MISMATCHES = {
         ("encrypt", "do not agree on a key: the same --key-file and --security", "another --security"),
     ],
     "encrypt": [("authenticate", "do not agree on a key: the same --key-file and --security", "another --security")],
-    "none": [("authenticate", "it has no key: --key-file with --security authenticate must be on both", "has none")],
+    "none": [
+        (
+            "authenticate",
+            "this R-worker has no key: --key-file with --security authenticate must be on both",
+            "has none",
+        )
+    ],
 }
 
 
@@ -187,7 +193,7 @@ def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: 
         while kind is not Kind.WELCOME:  # until it has seen that the other one is gone
             assert time.monotonic() < deadline
             kind, answer = peers[0].ask(frame(Kind.HELLO, HELLO))
-            assert kind is Kind.WELCOME or b"it serves another S-worker" in answer
+            assert kind is Kind.WELCOME or b"this R-worker serves another S-worker" in answer
             if busy:
                 break
         assert (kind is Kind.REFUSED) == busy
@@ -206,7 +212,7 @@ def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: P
     served = opened(address, key_file, "authenticate")
     wrong = make_key(tmp_path / "wrong", "6" * 64)
     for _ in range(3):
-        with pytest.raises(BackendError, match=f"R-worker {address}: it does not hold this side's key"):
+        with pytest.raises(BackendError, match=f"R-worker {address}: the other side does not hold this side's key"):
             opened(address, wrong, "authenticate")
     assert works(served)
     served.close()

@@ -51,10 +51,10 @@ def test_a_lease_goes_to_the_heir_with_the_next_epoch() -> None:
     worker = lease.open(hello(), make)
     assert (lease.epoch, lease.goes_on) == (1, False)
     lease.leave(worker, is_broken=True)
-    with pytest.raises(LeaseError, match="it keeps the caches of session a, for 60 s at most") as refused:
+    with pytest.raises(LeaseError, match="this R-worker keeps the caches of session a, for 60 s at most") as refused:
         lease.open(hello(name="b"), make)
     assert refused.value.kind == "busy"
-    with pytest.raises(LeaseError, match="it keeps the caches of session a"):
+    with pytest.raises(LeaseError, match="this R-worker keeps the caches of session a"):
         lease.open(Hello("host:2", contract.LAYOUT, 16), make)
     assert lease.open(hello("first", fingerprint="second"), make) is worker
     assert (lease.epoch, lease.goes_on) == (2, True)

@@ -156,7 +156,7 @@ def test_they_outlive_the_thread_that_started_them() -> None:
 def test_one_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     """Its own line on stderr, and the backend's error; the one that did start ends."""
     backend = SpawnBackend([RWorkerSize(1 << 20, 1), RWorkerSize(1 << 60, 1)], 16)
-    with pytest.raises(BackendError, match="R-worker spawn-1 is lost: it exited with 1"):
+    with pytest.raises(BackendError, match="R-worker spawn-1 is lost: its process exited with 1"):
         backend.open(contract.LAYOUT)
     assert "kv_cache_memory: 1073741824.00 GiB are more than" in capfd.readouterr().err
 

@@ -91,7 +91,8 @@ class Member:
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock if under 1 s
+        # clocks of one machine differ by less than 1 s
+        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
         for worker in report.lost:

@@ -141,5 +141,5 @@ def why_not_kept(packed: Packed, model: torch.nn.Module) -> str:
 
 
 def _leaves(layout: Layout) -> dict[str, str]:
-    """Return the names of a packed weight's tensors that its layer keeps: all but the one with its shape."""
+    """Return the names of a packed weight's tensors that its layer keeps: all but ``weight_shape``."""
     return {leaf: name for leaf, name in layout.names.items() if leaf != "weight_shape"}

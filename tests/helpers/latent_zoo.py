@@ -69,7 +69,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_model(name: str, **changes: Any) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
+    """Return the model in float32 on the CPU, with transformers' own attention; ``changes`` overrides settings."""
     config_class, settings = CONFIGS[name]
     config = getattr(transformers, config_class)(**settings | changes)
     with_pictures = name in ("kimi_k25", "mistral4")
@@ -79,6 +79,6 @@ def build_model(name: str, **changes: Any) -> Any:
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Prompts of random tokens."""
+    """Return prompts of random tokens."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

@@ -203,19 +203,19 @@ class ChainReader:
         (num_bytes,) = _LENGTH.unpack(text[len(MAGIC) :])
         max_head_bytes = 1 << 16
         if text[: len(MAGIC)] != MAGIC or num_bytes > max_head_bytes:
-            raise self._broken("it is no parked chain")
+            raise self._broken("this is no parked chain")
         text += self._read(num_bytes)
         try:
             head = _HEAD.decode(text[len(MAGIC) + _LENGTH.size :])
         except (ValueError, RecursionError):
-            raise self._broken("its head cannot be read") from None
+            raise self._broken("the file's head cannot be read") from None
         if (size := os.fstat(self._file.fileno()).st_size) != head.file_bytes:
-            raise self._broken(f"it has {size:,} bytes, and {head.file_bytes:,} were written")
+            raise self._broken(f"the file has {size:,} bytes, not the {head.file_bytes:,} that were written")
         marks = self._read(head.num_pieces * MARK_BYTES)
         self._digest = self._read(_DIGEST_BYTES)
         self._start = len(text) + len(marks) + _DIGEST_BYTES
         if hashlib.sha256(text + marks).digest() != self._digest:
-            raise self._broken("its head is damaged: its checksum differs")
+            raise self._broken("the file's head is damaged: its checksum differs")
         return head, tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
 
     def _read(self, num_bytes: int) -> bytes:
@@ -227,7 +227,7 @@ class ChainReader:
         while view:
             count = self._file.readinto(view)
             if not count:
-                raise self._broken("it ends too early")
+                raise self._broken("the file ends too early")
             view = view[count:]
 
     def _broken(self, why: str) -> ChainError:

@@ -82,8 +82,8 @@ class Parts:
 @dataclass(frozen=True)
 class _Pool:
     """The R-workers, opened with caches for a model.
-    ``ranks``: the same as ``backend`` if several ranks share the model. ``state_room``: room for recurrent states if
-    the S-worker keeps them, else None.
+    ``ranks``: ``backend`` itself if several ranks share the model, else None. ``state_room``: room for recurrent states
+    if the S-worker keeps them, else None.
     """
 
     backend: AttentionBackend
@@ -109,7 +109,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
-    prefill_backend = make_prefill_backend(config)  # its processes load their models at the same time
+    prefill_backend = make_prefill_backend(config)  # prefill workers load their models while this process continues
     if prefill_backend:
         cleanup.callback(prefill_backend.close)
     ranks = begin_ranks(config)

@@ -41,7 +41,7 @@ class PrefixIndex:
 
     def cached_from(self, block_hashes: list[bytes], start: int) -> int:
         """Return the end of the run of cached blocks in ``block_hashes`` that begins at index ``start``.
-        ``start`` if none.
+        Return ``start`` if there is none.
         """
         return next(
             (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
@@ -50,7 +50,7 @@ class PrefixIndex:
 
     def holder(self, block_hash: bytes) -> Prefix | None:
         """Return a prefix that has the block ``block_hash``, and so all earlier blocks of its segment.
-        None without one.
+        Return None if there is none.
         """
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
 

@@ -88,7 +88,7 @@ class ParkedChains:
 
     def longest(self, block_hashes: list[bytes], workers: list[int]) -> Beginning | None:
         """Return the longest part of the blocks ``block_hashes`` on a disk of ``workers``, from their first.
-        None without.
+        Return None if there is none.
         """
         for depth in range(len(block_hashes), 0, -1):
             for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items():
@@ -134,7 +134,7 @@ class Parked(Source):
 
     def _next(self, usable: list[bytes], depth: int) -> Beginning | None:
         """Return the longest parked prefix of the segment with block ``depth`` that includes this block.
-        None without.
+        Return None if there is none.
         """
         start = depth // self._range_blocks * self._range_blocks
         found = self.chains.longest(usable[depth : start + self._range_blocks], self._workers.accepting)

@@ -35,7 +35,7 @@ class StateIndex(PrefixIndex):
 
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
         """Return a prefix on R-worker ``worker`` that ends with block ``block_hash`` and tokens ``rest``.
-        None without one.
+        Return None if there is none.
         """
         holders = self._by_hash.get(block_hash, {}).values()
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
@@ -54,7 +54,8 @@ class StateIndex(PrefixIndex):
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
-        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # the segment continues in this state
+        # a continued state needs no new blocks
+        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0
         if missing > 0:
             self.evict(prefix.worker, missing, spared=prefix)
         super().take(segment, copy, hit)
