@@ -22,7 +22,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 352,
     "lines that serving imports": 52_350,
-    "lines of the product": 66_880,
+    "lines of the product": 66_960,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,

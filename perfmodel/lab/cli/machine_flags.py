@@ -13,9 +13,6 @@ from fastdecode.perfmodel.presets import CPU_HOSTS, GPUS, NUMBERS
 BARE_FLAGS = ("s_part_seconds", "r_part_seconds_per_token", "num_layers")
 """Settings that give the speed of S-worker and R-workers as bare numbers."""
 
-INT8 = "int8"
-"""The value of ``--quantization`` that means products of int8 on a CPU."""
-
 DEFAULT_LINK = "100Gb"
 """The S-worker's link without --link."""
 
@@ -31,7 +28,7 @@ def add_machine_flags(group: Any) -> None:
             "by name)",
     )  # fmt: skip
     group.add_argument(
-        "--quantization", choices=(INT8,), help="int8: linear layers of an S-worker on a CPU multiply int8 (off)"
+        "--quantization", choices=("int8",), help="int8: linear layers of an S-worker on a CPU multiply int8 (off)"
     )
     gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
     group.add_argument(
