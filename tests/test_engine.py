@@ -237,7 +237,7 @@ def test_memory_does_not_grow_with_requests(folder: Path) -> None:
 
 
 def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
-    """Ctrl-C in the middle of a forward: the LLM is empty and works again."""
+    """Ctrl-C in the middle of a forward leaves the LLM empty, and it works again."""
     with LLM(str(folder), skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
         calls = iter(range(100))
 
@@ -258,7 +258,7 @@ def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["begin_step", "end_step"])
 def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT while a step opens or ends on the R-workers: delivered when nothing is half done."""
+    """SIGINT while a step opens or ends on the R-workers is delivered when nothing is half done."""
     with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
         backend, original = llm.engine.backend, getattr(llm.engine.backend, moment)
 
@@ -276,7 +276,7 @@ def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, mon
 
 
 def test_a_failed_start_gives_the_cores_back(folder: Path) -> None:
-    """Pinned for the S-worker, then too little memory: the thread has its cores again."""
+    """The thread was pinned for the S-worker; after the error about memory it has its cores again."""
     before = os.sched_getaffinity(0)
     with pytest.raises(CapacityError):
         make_engine(folder, s_cores=str(min(before)), kv_cache_memory="64KiB")
@@ -284,7 +284,7 @@ def test_a_failed_start_gives_the_cores_back(folder: Path) -> None:
 
 
 def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
-    """An idle step does nothing; a closed engine refuses requests."""
+    """A step of an idle engine does nothing, and a closed engine refuses requests."""
     assert engine.step() == []
     other = LLMEngine(engine.config)
     other.close()
@@ -293,7 +293,7 @@ def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
 
 
 def test_a_scheduler_that_replaces_another_is_told_of_everything(folder: Path) -> None:
-    """Of R-workers that are to go as well: none of its sequences begins there."""
+    """The new scheduler also knows which R-workers are to go, and begins no sequence there."""
     engine = make_engine(folder, r_workers="inproc:2", max_num_seqs=4)
     try:
         scheduler = engine.scheduler.with_limits(engine.scheduler.limits)
