@@ -20,9 +20,9 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 352,
-    "lines that serving imports": 52_350,
-    "lines of the product": 66_880,
+    "modules that serving imports": 353,
+    "lines that serving imports": 52_750,
+    "lines of the product": 67_360,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,

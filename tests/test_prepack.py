@@ -213,3 +213,14 @@ def test_pages_of_a_checkpoint_are_given_back(tmp_path: Path) -> None:
     assert not maps.let_go(ours) and torch.equal(ours, values)
     maps.let_go(mapped)
     assert torch.equal(load_file(file)["weight"], values)
+
+
+def test_pages_that_were_written_stay(tmp_path: Path) -> None:
+    """A tensor that will be read again is given back only if its file still has all of it."""
+    file = tmp_path / "weights.safetensors"
+    values = torch.randn(64 * mmap.PAGESIZE)
+    save_file({"weight": values}, file)
+    mapped = load_file(file)["weight"]
+    assert FileMaps(unwritten=True).let_go(mapped) and torch.equal(mapped, values)
+    mapped[5000] = 7.0
+    assert not FileMaps(unwritten=True).let_go(mapped) and mapped[5000] == 7.0
