@@ -1,4 +1,4 @@
-"""What does the loss of an R-worker cost? python benchmarks/recovery.py --kills 20
+"""The cost of losing an R-worker: python benchmarks/recovery.py --kills 20
 
 64 greedy float32 sequences on three R-workers, of which one is killed with ``kill -9`` at a random token, in the middle
 of a step. Every sequence must get the tokens of an undisturbed run, whose two best tokens are nowhere closer than 1e-4,

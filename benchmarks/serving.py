@@ -1,4 +1,4 @@
-"""What the server costs: the same requests through `fastdecode serve` and through `LLM.generate`, A B A B.
+"""The server's cost: the same requests through `fastdecode serve` and through `LLM.generate`, A B A B.
 
 python benchmarks/serving.py: tokens/s at full load, streamed and not (wanted: 0.90 of offline), and the time to the
 first token of an idle server (wanted: at most 1.2 times that of `LLM.generate`). The client shares the cores.

@@ -1,4 +1,4 @@
-"""What does a token cost where an index picks what it reads? python benchmarks/sparse_attention.py
+"""The cost of a token whose attention reads what an index picks: python benchmarks/sparse_attention.py
 
 One decode of one layer over random rows of a long sequence, on one R-worker in this process, at DeepSeek-V3.2's shape
 (64 index heads of 128 dims, 2,048 tokens picked; 128 query heads over latent rows of 576) and at MiniMax-M3's (4 index

@@ -1,4 +1,4 @@
-"""What all targets that hold state share: layouts, a reused R-worker, and a channel without a socket."""
+"""Shared by all targets that hold state: layouts, a reused R-worker, and a channel without a socket."""
 
 from __future__ import annotations
 

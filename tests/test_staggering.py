@@ -1,4 +1,4 @@
-"""Whether spreading the starts pays, against a step-by-step count, and for known cases."""
+"""The rule that spreads starts where that pays, against a step-by-step count and for known cases."""
 
 from __future__ import annotations
 
