@@ -137,6 +137,19 @@ def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> Non
         assert live.latent_absorption == chosen
 
 
+def test_a_profile_of_int8_products_is_of_that_mode_alone(folder: str, path: str, tmp_path: Path) -> None:
+    """An engine takes a profile of its own mode, and refuses one of the other."""
+    plan = dataclasses.replace(PLAN, batch_sizes=(16,), groups=(4,), links=("inproc",), contended=())
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True, quantization="int8")
+    found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert found.shape.multiplies_int8
+    own = tmp_path / "int8.json"
+    own.write_text(write_profile(found))
+    for file, mode, words in ((path, "int8", "without"), (str(own), None, "with")):
+        with pytest.raises(ProfileError, match=f"measured {words} --quantization int8"):
+            LLMEngine(live_config(folder, file, quantization=mode))
+
+
 @pytest.mark.thorough
 def test_states_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_hybrids.built("qwen3_next").save_pretrained(tmp_path)

@@ -229,12 +229,14 @@ def test_tokens_are_those_of_the_oracle(name: str, zoo: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_gated_layers_are_found(zoo: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+def test_gated_layers_are_found_and_no_weight_is_unpacked_again(zoo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unpacking would take longer than all else at load, and double the peak of memory."""
+    with caplog.at_level(logging.DEBUG):
         for name in ("llama-gqa", "gemma2", "phi3"):
             caplog.clear()
             loaded(name, zoo)
             assert f"{model_zoo.RECIPES[name].settings['num_hidden_layers']} gated layers in two calls" in caplog.text
+            assert "unpacks a packed weight" not in caplog.text
 
 
 @pytest.mark.slow
@@ -255,9 +257,10 @@ def test_published_codes_are_kept(zoo: Path, tmp_path: Path, caplog: pytest.LogC
     settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         model = SModel(EngineConfig(str(tmp_path), quantization="int8", device="cpu", skip_tokenizer_init=True))
     assert f"{len(codes)} of them as the checkpoint has them" in caplog.text
+    assert "unpack" not in caplog.text  # the peak of memory would be twice what stays
     for name, own in codes.items():
         found = dict(model.model.named_parameters())[name]
         assert isinstance(found, PackedWeight)

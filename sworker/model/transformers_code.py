@@ -17,7 +17,7 @@ from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.code import AnyRank, LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
-from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device
+from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
 from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.support import probe_layers, probe_layout
@@ -83,7 +83,8 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
     if multiplies_int8(config):
         published = published_codes(config.model, config.revision, packed_in)
-        optional("integer products").quantize(whole, hf_config, published)
+        dtype = resolve_dtype(config.dtype, hf_config)
+        optional("integer products").quantize(whole, hf_config, published, dtype)
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)

@@ -48,7 +48,7 @@ KINDS = {
     "the engine of a hybrid and one of two R-workers": "started again, empty",
     "the engine of a hybrid and its prefill worker": "R-workers at host:port go on",
 }
-"""What is killed, and what happens to the R-workers."""
+"""The victims of kills by name, and what then happens to the R-workers."""
 
 KILLS_PER_ROUND = 10
 MOST_UNCLEAN = 5

@@ -36,12 +36,12 @@ from fastdecode.engine.compose.backends import (
 from fastdecode.engine.compose.outliving import make_journal, resume_session
 from fastdecode.engine.compose.own_caches import common_isa, layer_cache_maker, make_draft_backend, make_prompt_backend
 from fastdecode.engine.compose.setup import (
+    check_ways,
     make_parking,
     make_scheduler,
     pin_s_worker,
     prompt_tokens,
 )
-from fastdecode.engine.compose.ways import check_ways
 from fastdecode.engine.live import LiveRequests, LiveWorld
 from fastdecode.journal.journal import next_run
 from fastdecode.journal.records import Run
@@ -208,7 +208,9 @@ def _put_together(
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
-    parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
+    own_parks = parks_of(pool.ranks.pool if pool.ranks else pool.backend)
+    parks = pool.ranks.parks(own_parks) if pool.ranks and own_parks else own_parks
+    parking = make_parking(config, model, parks, pool.r_workers, scheduler.limits)
     return Parts(
         config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
     )

@@ -1,13 +1,15 @@
-"""Parts of an engine made from settings and loaded parts: threads, scheduler, parking and prompt scratch."""
+"""Parts of an engine made from settings and loaded parts, and a check that settings and layers fit together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.dtypes import ITEM_BYTES
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import SCRATCH_SHARE
 from fastdecode.core.optional import optional
 from fastdecode.core.parked import Parks
@@ -16,6 +18,7 @@ from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
+from fastdecode.kinds import Way
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.schedules import MOVED_BYTES_PER_SECOND
@@ -104,10 +107,10 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
 
-    Return None without prefix caching, or if prefixes need a state. ``parks``: None if R-workers have no disks. Chains
-    of ranges are of use only to an engine that cuts sequences at the same tokens.
+    Return None without prefix caching. ``parks``: None if R-workers have no disks. Chains of ranges are of use only to
+    an engine that cuts sequences at the same tokens.
     """
-    if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
+    if parks is None or not limits.prefix_caching:
         return None
     cut_at = limits.placing.segment_tokens
     identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
@@ -140,3 +143,57 @@ def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
     """Return each R-worker's measured read bandwidth; equal numbers unless all R-workers measured theirs."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
     return measured if all(measured) else (1.0,) * len(measured)
+
+
+Asks = Callable[[EngineConfig, bool], bool]
+"""A test whether settings use a feature; its second argument says whether the model is on a GPU."""
+
+
+def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
+    return getattr(config, name) not in ("auto", None)
+
+
+ASKED: tuple[tuple[Way, str, Asks], ...] = (
+    *(("states", name, partial(_is_given, name)) for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory")),
+    ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
+    ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
+    ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),
+    ("scratch", "prefill_scratch", lambda config, _: config.prefill_scratch is not None),
+    (
+        "early-exit drafts",
+        "speculative_config",
+        lambda config, _: config.speculative is not None and config.speculative.method == "early_exit",
+    ),
+    ("prefill workers", "prefill_workers", lambda config, _: config.prefill_workers is not None),
+    ("states here", "state_on", lambda config, _: config.state_on == "s"),
+    ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
+    ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
+    ("gpu", "device", lambda _, on_gpu: on_gpu),
+    ("states here, sessions", "keep_session", lambda config, _: config.state_on == "s" and config.keep_session > 0),
+    ("states here, parking", "park_dir", lambda config, _: config.state_on == "s" and config.park_dir is not None),
+    (
+        "states here, prefill workers",
+        "prefill_workers",
+        lambda config, _: config.state_on == "s" and config.prefill_workers is not None,
+    ),
+    (
+        "states here, ranks",
+        "tensor_parallel_size",
+        lambda config, _: config.state_on == "s" and config.tensor_parallel_size > 1,
+    ),
+    (
+        "states there, memory here",
+        "state_memory",
+        lambda config, _: config.state_on != "s" and config.state_memory is not None,
+    ),
+)
+"""The feature, the setting that asks for it, and the test whether settings use the feature."""
+
+
+def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
+    """Raise ConfigError for a setting whose feature the layers of ``layout`` do not support."""
+    if reason := layout.cannot_lie_in(config.block_size):
+        raise ConfigError(f"block_size: {reason}")
+    for way, setting, asks in ASKED:
+        if asks(config, on_gpu) and (reason := layout.cannot(way)):
+            raise ConfigError(f"{setting}: {reason}")

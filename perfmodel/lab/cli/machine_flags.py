@@ -27,6 +27,9 @@ def add_machine_flags(group: Any) -> None:
         help=f"format of the checkpoint: {', '.join(FORMATS)} (by its configuration; plain for models "
             "by name)",
     )  # fmt: skip
+    group.add_argument(
+        "--quantization", choices=("int8",), help="int8: linear layers of an S-worker on a CPU multiply int8 (off)"
+    )
     gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
     group.add_argument(
         "--model", metavar="NAME_OR_PATH", help="model: a name such as llama-7b, a model folder or a config.json"
