@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from fastdecode.cluster.links.mpi_job import S_RANK, join_as_r_worker
 from fastdecode.cluster.links.mpi_link import MpiLink
 from fastdecode.cluster.r_worker.host import Host
 from fastdecode.cluster.r_worker.session import Session
 from fastdecode.cluster.wire.handshake import Security
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi import MpiJob
 
 
 def serve_job(host: Host, on_join: Callable[[int], None], security: Security) -> None:
@@ -24,16 +20,12 @@ def serve_job(host: Host, on_join: Callable[[int], None], security: Security) ->
     job = join_as_r_worker().job
     on_join(job.rank)
     try:
-        _serve(job, host, security)
+        peer, over = job.peer(S_RANK), False
+        while not over:
+            link = MpiLink(peer)
+            Session(link, host, security=security).run()
+            link.close()
+            over = link.over
+        peer.close()
     except BaseException as error:
         job.abort(f"this R-worker failed: {type(error).__name__}: {error}")
-
-
-def _serve(job: MpiJob, host: Host, security: Security) -> None:
-    peer, over = job.peer(S_RANK), False
-    while not over:
-        link = MpiLink(peer)
-        Session(link, host, security=security).run()
-        link.close()
-        over = link.over
-    peer.close()

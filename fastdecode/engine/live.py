@@ -185,16 +185,11 @@ class LiveWorld:
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
-        if not step.scored_prompts:
-            return self._with_sources(step, self.s_worker.run(step, sampling, self.overlap, arrived))
         requests = {each: self._in_flight.family(each)[0] for each in step.scored_prompts}
         scored = {each: ScoredPrompt(it.prompt_token_ids, it.num_prompt_top) for each, it in requests.items()}
         tokens = self.s_worker.run(step, sampling, self.overlap, arrived, scored)
         for sequence_id, found in self.s_worker.prompt_scores.items():
             requests[sequence_id].take_prompt_scores(found)
-        return self._with_sources(step, tokens)
-
-    def _with_sources(self, step: ScheduledStep, tokens: Sampled) -> Sampled:
         return self.sources.found(step, tokens, self.s_worker.taps) if step.taps else tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
