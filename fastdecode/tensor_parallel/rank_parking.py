@@ -145,7 +145,7 @@ def carry_out(parks: MemberParks, what: str, told: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A ``Parked`` as it is told in JSON."""
+    """A ``Parked`` in JSON."""
 
     progress: int
     num_tokens: int
