@@ -236,8 +236,8 @@ class Session:
         payload_limit = 8 * FRAME_LIMIT
         if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
-                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
+                f"a plan whose payload has {slots.num_bytes:,} bytes ({payload_limit:,} at most), in parts of up to "
+                f"{slots.largest_part:,} ({FRAME_LIMIT:,} at most)"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)

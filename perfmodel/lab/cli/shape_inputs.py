@@ -58,7 +58,7 @@ def _kept_bits(args: argparse.Namespace) -> float:
 
 
 def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
-    """Return what is unpacked, and what that takes."""
+    """Return printed lines about the weights: their format, and the memory that they take packed or unpacked."""
     bits = file_bits(args)
     if not bits:
         return ()
