@@ -1,7 +1,7 @@
 """Write the lists of vLLM's settings in docs/api.md: python scripts/vllm_table.py
 
-The page lists settings that are refused, or taken with a difference. The site lists all settings (`full`), and those of
-`bench` too.
+The page lists settings that are refused, or taken with a difference. The site lists all settings (`full`), also of
+`bench`.
 """
 
 from __future__ import annotations
