@@ -151,7 +151,7 @@ def _weights_source(
     form = packing.choose(config, hf_config, device)
     skeleton = partial(packing.skeleton, loads, hf_config, remote)
     form, named, kind = packing.arguments(config, hf_config, form, dtype, device, skeleton)
-    if kind:  # transformers' automatic classes take no weights but files
+    if kind:  # transformers' automatic classes load weights from files only
         return kind, None, named, form
     return loads, name, named | remote | {"revision": config.revision}, form
 
@@ -162,7 +162,7 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
         if rank:
             optional("sharding").shard(model, hf_config, rank)
         device = resolve_device(config.device)
-        # On the CPU it lies already, and to() would unpack each weight that is packed by now
+        # The model is on the CPU already, and to() would unpack each weight that is packed by now
         return model if device.type == "cpu" else model.to(device)
 
 

@@ -21,7 +21,7 @@ from fastdecode.sworker.run.staging import DTYPE_NAME
 def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     """Return the sizes of the model that ``config`` loads, as the performance model sees them.
 
-    Raise UnsupportedModelError for a kind of model that its equations do not cover.
+    Raise UnsupportedModelError for a kind of model that the performance model's equations do not cover.
     """
     hf_config = hf_config or load_hf_config(config)
     device = resolve_device(config.device)
