@@ -29,7 +29,7 @@ class Message:
         return self.parts.pop(0)
 
     def read_into(self, buffer: Any) -> None:
-        """As libzmq gives parts: whole."""
+        """Read a whole part, as libzmq gives it."""
         if not self.parts or len(self.parts[0]) != memoryview(buffer).nbytes:
             raise FrameError("another length")
         memoryview(buffer)[:] = self.parts.pop(0)

@@ -41,7 +41,7 @@ PARTS = {
     "standby": "server.standby",
     "timed steps": "engine.compose.timed_steps",
 }
-"""Modules under ``fastdecode``. Whoever asks for a part must be allowed to import its module (tests/test_floors.py)."""
+"""Modules under ``fastdecode``. A module that asks for a part must be allowed to import it (tests/test_floors.py)."""
 
 
 def optional(name: str) -> Any:

@@ -32,7 +32,7 @@ class Journal:
     """The journal of an engine without a journal file: it knows no earlier requests and writes nothing.
     ``num_bytes``: size of the file. ``write_seconds``: seconds that steps have waited for writes. ``before``: name of
     the run that wrote the journal found; "" if it has another model. ``was_found``: whether a journal was found.
-    ``records``: whether it keeps what it is told.
+    ``records``: whether the journal writes.
     ``kept``: the data given to ``keep``, by name, oldest first.
     """
 
