@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.pool.asking import audit_by
 from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
 from fastdecode.cluster.pool.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool.remote_journal import RemoteJournal
@@ -34,6 +35,7 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -195,6 +197,10 @@ class RemoteWorker(PoolWorker):
     @interrupts_deferred()
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
         return weigh_by(self.calls, self._layout, asked)
+
+    @interrupts_deferred()
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        return audit_by(self.calls, self._layout, asked)
 
     @interrupts_deferred()
     def end_step(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 29
+VERSION = 30
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -76,6 +76,8 @@ class Kind(IntEnum):
     RECALLED = 44  # R: the journal
     WEIGH = 45  # S, after a step's last layer: a query (int64); its q in each layer; max and sum of scores
     WEIGHED = 46  # R: the share of its attention that each block of tokens has, or max and sum of scores (float32)
+    AUDIT = 47  # S, after a step's last layer: questions about rows (int64); their q. Without any: keep checksums
+    AUDITED = 48  # R: whether blocks differ from their checksums (uint8); o, partial results, or k and v
 
 
 @dataclass(frozen=True)

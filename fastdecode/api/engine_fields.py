@@ -216,6 +216,11 @@ class EngineFields:
             "R-worker", WORKERS,
         choices=("auto", *ISAS), unset="auto: each in its fastest",
     )  # fmt: skip
+    audit: float = setting(
+        0.0, "share of the rows of attention that are computed again elsewhere and compared bit for bit, such as 0.01: "
+            "an R-worker that computes wrong, or whose memory changes, is named and dropped", WORKERS,
+        metavar="FRACTION", unset="0: none",
+    )  # fmt: skip
     journal: str | None = setting(
         None, "folder for requests and the tokens of each step, or r-workers: in the memory of two R-workers, with "
             "--keep-session. A later engine that is started with the same folder continues the requests that clients "
