@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from helpers import model_zoo, r_workers
+from helpers import latent_zoo, model_zoo, r_workers, sparse_zoo, tiny_hybrids
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
@@ -32,13 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1, "r_threads": 1}
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 256, "s_threads": 1, "r_threads": 1}
     defaults |= {"kv_cache_memory": "16MiB", "r_workers": "inproc:2", "audit": 1.0, "block_size": 16}
+    if ":" in settings.get("r_workers", "").removeprefix("inproc:").removeprefix("spawn:"):  # they have their own
+        settings |= {"kv_cache_memory": None, "r_threads": None}
     return LLM(str(folder), **{**defaults, **settings})
 
 
 def prompts_of(count: int = 6, length: int = 20) -> list[list[int]]:
-    return [[(7 * number + 3 * place) % 480 + 1 for place in range(length + number)] for number in range(count)]
+    return [[(7 * number + 3 * place) % 120 + 1 for place in range(length + number)] for number in range(count)]
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -66,7 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranges": {"kv_shard_tokens": 512, "max_model_len": 1600, "r_workers": "inproc:3"},
     "ranges of copies": {"kv_shard_tokens": 512, "max_model_len": 1600, "r_workers": "spawn:2", "kv_replicas": 2},
     "drafts": {**COPIES, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "preemption": {"kv_cache_memory": "90KiB", "r_workers": "inproc:1"},
+    "preemption": {"kv_cache_memory": "300KiB", "r_workers": "inproc:1"},
     "int8": {"kv_cache_dtype": "int8", **COPIES},
     "int4 alone": {"kv_cache_dtype": "int4", "dtype": "bfloat16"},
     "ranks": {"tensor_parallel_size": 2, "r_workers": "inproc:2"},
@@ -91,17 +92,30 @@ def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: 
         assert_nothing_held(llm.engine)
 
 
-ARCHITECTURES = ["gemma2", "mistral", "gpt_oss", "deepseek_v3", "opt"]
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma2": (model_zoo, {}),
+    "mistral": (model_zoo, {}),
+    "gpt_oss": (model_zoo, {}),
+    "deepseek_v3": (latent_zoo, {}),
+    "deepseek_v3 in int8": (latent_zoo, {"kv_cache_dtype": "int8"}),
+    "qwen3_next": (tiny_hybrids, {}),
+    "qwen3_next, states here": (tiny_hybrids, {"state_on": "s"}),
+}
+"""Layers with windows and sinks, latents, and attending layers among recurrent ones, which have no rows to audit."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_alarm_for_windows_sinks_and_latents(name: str, copies: int, tmp_path: Path) -> None:
-    folder, prompts = model_zoo.save_model(name, tmp_path), model_zoo.prompts(name)[:4]
-    with make_llm(folder, kv_replicas=copies) as llm:
-        wanted = [list(each[:16]) for each in model_zoo.reference(name).tokens[:4]]
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_no_alarm_for_windows_sinks_latents_and_states(case: str, copies: int, tmp_path: Path) -> None:
+    zoo, settings = ARCHITECTURES[case]
+    name = case.split(",")[0].split(" ")[0]
+    (zoo.built if zoo is tiny_hybrids else zoo.build_model)(name).save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    prompts = prompts_of(4, 70)
+    with make_llm(tmp_path, **settings, audit=0.0) as llm:
+        wanted = tokens_of(llm, prompts, params)
+    with make_llm(tmp_path, kv_replicas=copies, **settings) as llm:
         assert tokens_of(llm, prompts, params) == wanted
         changes = changes_of(llm)
         assert changes.audited and (changes.faulty, changes.undecided) == ((), 0)
@@ -202,12 +216,14 @@ def test_a_share_that_is_none_is_refused(folder: Path, audit: float) -> None:
         make_llm(folder, audit=audit)
 
 
-@pytest.fixture
-def sparse(tmp_path: Path) -> Iterator[Path]:
-    yield model_zoo.save_model("glm_moe_dsa", tmp_path)
-
-
 @pytest.mark.slow
-def test_a_model_without_rows_to_audit_is_refused(sparse: Path) -> None:
+@pytest.mark.parametrize(
+    ("zoo", "name", "settings"),
+    [(sparse_zoo, "glm_moe_dsa", {}), (latent_zoo, "deepseek_v3", {"latent_absorption": "r"})],
+)
+def test_a_model_without_rows_to_audit_is_refused(
+    zoo: Any, name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    zoo.build_model(name).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="audit: no layer of this model has rows that can be audited"):
-        make_llm(sparse)
+        make_llm(tmp_path, **settings)

@@ -100,8 +100,8 @@ def _audited(
         out = slice(first, first + 1)
     else:
         width = num_nodes(num_tokens) if mode is AuditMode.PARTIAL else 1
-        first = sum(_num_partials(*each) for each in before.tolist()) + row * width
-        out = slice(first, first + width)
+        first = sum(_num_partials(*each) for each in before.tolist())
+        out = slice(first + row * width, first + row * width + width)
     if mode is AuditMode.READ:
         parts = routes[mini_batch].merge.parts
         num_tokens = int(parts["num_splits"][(parts["worker"] == worker) & (parts["row"] == first)][0]) * SPLIT_TOKENS

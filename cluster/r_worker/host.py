@@ -63,9 +63,11 @@ class Host:
     faults: Faults | None = None
 
     def make(self, layout: KVLayout, block_size: int) -> _rworker.RWorker:
-        """Return a C++ R-worker in this host's memory: see ``make_rworker``. With faults, it computes wrong at times."""
+        """Return a C++ R-worker in this host's memory, with the host's faults: see ``make_rworker``."""
         worker = make_rworker(layout, block_size, self.size)
-        return cast(_rworker.RWorker, FaultyRWorker(worker, self.faults, layout.audited_layers)) if self.faults else worker
+        if self.faults is None:
+            return worker
+        return cast(_rworker.RWorker, FaultyRWorker(worker, self.faults, layout.audited_layers))
 
     def close(self) -> None:
         """Release the disk for another R-worker; may be called twice."""

@@ -41,7 +41,7 @@ def decode_questions(data: bytes | bytearray, layout: KVLayout) -> list[AuditQue
             raise FrameError(f"AUDIT: layer {layer} does not exist, or has no rows to audit")
         if not 0 <= position <= max_tokens or not 1 <= num_tokens <= max_tokens:
             raise FrameError(f"AUDIT: position must be 0 to {max_tokens:,}, and num_tokens 1 to {max_tokens:,}")
-        if mode != AuditMode.READ and position >= num_tokens:
+        if mode in (AuditMode.ATTEND, AuditMode.PARTIAL) and position >= num_tokens:
             raise FrameError(f"AUDIT: a row at position {position} of {num_tokens} tokens")
         asked.append(AuditQuestion(AuditMode(mode), sequence_id, layer, position, num_tokens))
     if (num_bytes := sum(answer_bytes(layout, each) for each in asked)) > FRAME_LIMIT:

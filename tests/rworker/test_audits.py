@@ -137,7 +137,7 @@ def test_checksums_follow_blocks_that_are_cut_shared_and_used_again() -> None:
         ([(TRUNCATE, 1, 0, 33), (TRUNCATE, 2, 0, 48)], {1: 1, 2: 1}),
         ([(RELEASE, 1, 0, 0)], {2: 16, 3: 90}),
     ):
-        for verb, each, source, num_tokens in controls:
+        for _, each, _, num_tokens in controls:
             cache.lengths[each] = num_tokens
         cache.step({each: random_rows(rng, cache.layer, count) for each, count in batch.items()}, controls=controls)
         for each in cache.worker.sequence_ids():
