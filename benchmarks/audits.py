@@ -18,7 +18,8 @@ from typing import Any, cast
 import numpy as np
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.cluster.pool.auditing import Audit, RandomAudit
+from fastdecode.cluster.pool.audit import Audit
+from fastdecode.cluster.pool.auditing import RandomAudit
 from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.inproc import InprocWorker
 from fastdecode.cluster.r_worker.faults import Faults, FaultyRWorker

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
+from fastdecode.cluster.pool.audit import Ask, Audit, Verdict, Wait
 from fastdecode.cluster.pool.audited_rows import AuditedRow, RowChooser
 from fastdecode.cluster.pool.referee import Referee
 from fastdecode.cluster.pool.routed_rows import RoutedRows
@@ -22,54 +22,6 @@ from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan, best_c
 from fastdecode.kinds.layout import KVLayout
 
 logger = logging.getLogger(__name__)
-
-Wait = Callable[[], list[AuditAnswer] | None]
-"""A function that waits for an R-worker's answers; None if the R-worker is lost."""
-
-Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
-"""A function that sends questions to the R-worker of an index."""
-
-
-class Verdict(NamedTuple):
-    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and neither R-worker is named."""
-
-    worker: int
-    reason: str
-
-
-class Audit:
-    """The pool's audit, which the pool tells of each step; this one audits nothing. ``num_rows``: rows compared."""
-
-    num_rows = 0
-
-    def open(self, layout: KVLayout, infos: Sequence[RWorkerInfo], ask: Ask) -> None:
-        """Prepare audits of the R-workers ``infos``, which have just been opened; ``ask`` sends them questions."""
-
-    def admits(self, joined: Joined) -> bool:
-        """Return whether the R-worker ``joined`` can be audited, and prepare it."""
-        return True
-
-    def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
-        """Choose rows of a step that begins."""
-
-    def sent(self, mini_batch: int, layer: int, q: np.ndarray) -> None:
-        """Note that the queries ``q`` of a mini-batch were sent: [attending rows, num_heads, query_dim]."""
-
-    def arrived(self, mini_batch: int, rows: RoutedRows, o: np.ndarray) -> None:
-        """Note that the output ``o`` of the layer of ``rows`` has arrived; after the last layer, send the questions."""
-
-    def settle(self) -> None:
-        """Wait for the answers to all questions that were sent."""
-
-    def verdicts(self) -> list[Verdict]:
-        """Compare the step's audited rows, and decide who is at fault where they differ."""
-        return []
-
-    def abandon(self) -> None:
-        """Forget the open step."""
-
-    def close(self) -> None:
-        """Free memory; may be called twice."""
 
 
 class RandomAudit(Audit):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.cluster.pool.auditing import Verdict, Wait
+from fastdecode.cluster.pool.audit import Verdict, Wait
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
@@ -23,8 +23,9 @@ from fastdecode.core.auditing import AuditQuestion
 from fastdecode.core.errors import BackendError, DamagedError, WorkerLostError
 from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
-from fastdecode.core.types import StepPlan, StepReport, WorkerReport
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
+from fastdecode.kinds.layout import KVLayout
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """Errors that a ``PoolWorker`` raises: for a refused request (the first two), or for a lost R-worker."""
@@ -44,6 +45,15 @@ class PoolBackend(PoolMembers):
         self._suspects: dict[int, str] = {}
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        infos = super().open(layout)
+        try:
+            self.audit.open(layout, infos, self._ask_audit)
+        except BaseException:
+            self._leave_unopened()
+            raise
+        return infos
 
     def begin_step(self, plan: StepPlan) -> None:
         if self.workers and self._is_empty:

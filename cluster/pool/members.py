@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fastdecode.cluster.pool.auditing import Audit, Wait
+from fastdecode.cluster.pool.audit import Audit
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.pool.worker import Joined, LostWorker, PoolWorker
 from fastdecode.cluster.pool.worker_info import Arithmetic
-from fastdecode.core.auditing import AuditQuestion
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
@@ -78,13 +77,9 @@ class PoolMembers:
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
         self._hosts = {info.name: info.host for info in infos}
-        self.audit.open(layout, infos, self._ask_audit)
         if self._newcomers:
             self._newcomers.open(self._told)
         return infos
-
-    def _ask_audit(self, index: int, asked: Sequence[AuditQuestion]) -> Wait:
-        raise NotImplementedError
 
     def exclude(self, name: str) -> None:
         """Let neither the faulty R-worker ``name`` nor another one of its host join again."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.audits import check_forks
-from fastdecode.cluster.r_worker.faults import Faults, FaultyRWorker
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.cluster.wire.handshake import Security
@@ -35,6 +34,7 @@ from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.faults import Faults
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
@@ -67,6 +67,8 @@ class Host:
         worker = make_rworker(layout, block_size, self.size)
         if self.faults is None:
             return worker
+        from fastdecode.cluster.r_worker.faults import FaultyRWorker
+
         return cast(_rworker.RWorker, FaultyRWorker(worker, self.faults, layout.audited_layers))
 
     def close(self) -> None:

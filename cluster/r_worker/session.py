@@ -13,7 +13,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.audit_door import AuditDoor
+from fastdecode.cluster.r_worker.audits import AuditDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.move_door import MoveDoor

@@ -17,7 +17,6 @@ QUESTION = np.dtype([(name, "<i8") for name in ("mode", "sequence_id", "layer", 
 """A question in the first part of AUDIT; queries are in the second part."""
 
 MOST_QUESTIONS = 256
-MOST_NUMBER_BYTES = MOST_QUESTIONS * QUESTION.itemsize
 
 
 def encode_questions(asked: Sequence[AuditQuestion]) -> list[bytes | np.ndarray]:
@@ -31,7 +30,7 @@ def encode_questions(asked: Sequence[AuditQuestion]) -> list[bytes | np.ndarray]
 def decode_questions(data: bytes | bytearray, layout: KVLayout) -> list[AuditQuestion]:
     """Return the questions in AUDIT's first part, without queries. Raise FrameError for impossible values."""
     max_tokens = 1 << 40
-    if len(data) % QUESTION.itemsize or len(data) > MOST_NUMBER_BYTES:
+    if len(data) % QUESTION.itemsize or len(data) > MOST_QUESTIONS * QUESTION.itemsize:
         raise FrameError(f"AUDIT: {len(data)} bytes of numbers")
     audited, asked = set(layout.audited_layers), []
     for mode, sequence_id, layer, position, num_tokens in np.frombuffer(data, QUESTION).tolist():
