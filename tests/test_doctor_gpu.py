@@ -1,4 +1,4 @@
-"""The GPU's findings of ``fastdecode doctor``."""
+"""What ``fastdecode doctor`` says of the GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ AVOIDED = {
     "but for": "are wrong, but for one",
     "wanted were": "wanted were rows",
 }
-"""A sample of a form by its name."""
+"""A sample of each form, by its name."""
 
 
 def test_counts_stay_below_their_ceilings() -> None:

@@ -12,7 +12,7 @@ from fastdecode.cluster.pool.worker import Joined
 from fastdecode.core.errors import FastDecodeError, SupersededError
 from fastdecode.kinds.layout import KVLayout
 
-if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+if TYPE_CHECKING:  # most pools have no listener, and so need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 

@@ -77,7 +77,7 @@ class KvPort:
 
     The thread sleeps while nothing comes, and releases Python's lock while it stores. Close the port before the
     R-worker. ``address``: "host:port" for prefill workers, without the host if it is the one at which the S-worker
-    reaches this R-worker. ``epoch``: what frames to it must carry.
+    reaches this R-worker. ``epoch``: the epoch that frames to the port must carry.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:

@@ -184,7 +184,7 @@ class Session:
         self._worker, self._layout = worker, hello.layout
         self._move_door = MoveDoor(self._link, worker, hello.layout)
         self._handlers |= self._move_door.handlers
-        park = None if hello.layout.cannot("parking") else self._host.park
+        park = self._host.park
         if park:
             self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers

@@ -60,18 +60,9 @@ def _check_r_workers(config: EngineSettings) -> None:
 
 
 def _check_parking(config: EngineSettings) -> None:
-    """Raise ConfigError for parking with settings that disable prefix caching or split prefixes over R-workers."""
-    if config.park_dir is None:
-        return
-    for name, refused in (
-        ("enable_prefix_caching", not config.enable_prefix_caching),
-        ("tensor_parallel_size", config.tensor_parallel_size > 1),
-    ):
-        if refused:
-            raise ConfigError(
-                f"park_dir: parking needs prefixes of one S-worker process: leave out park_dir, or "
-                f"{name}={getattr(config, name)}"
-            )
+    """Raise ConfigError for parking without prefix caching."""
+    if config.park_dir is not None and not config.enable_prefix_caching:
+        raise ConfigError("park_dir: cached prefixes are parked: leave out park_dir, or enable_prefix_caching=False")
 
 
 def _check_joining(config: EngineSettings) -> None:
@@ -145,7 +136,7 @@ def _check_memory(config: EngineSettings) -> None:
     for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
-            continue  # Ray knows how much memory its nodes have
+            continue  # skip: Ray knows how much memory its nodes have
         if wanted is not None and wanted * times > total_memory_bytes():
             each = f" for each of {times} R-workers" if times > 1 else ""
             raise ConfigError(

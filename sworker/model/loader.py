@@ -135,7 +135,9 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
     with one_clear_error(config.model):  # the device may be too small
         if rank:
             sharding.shard(model, hf_config, rank)
-        return model.to(resolve_device(config.device))
+        device = resolve_device(config.device)
+        # On the CPU it lies already, and to() would unpack each weight that is packed by now
+        return model if device.type == "cpu" else model.to(device)
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:

@@ -46,8 +46,8 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """Handle the loss of an R-worker: the next copies need no earned time.
-        These are copies of sequences that lost tokens in this step.
+        """Handle the loss of an R-worker: make the next copies at once, without waiting for a share of the steps' time.
+        This holds for copies of sequences that lost tokens in this step.
         """
         self._has_lost = True
 
@@ -79,7 +79,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the segment moves instead of being copied
+                yield DropTransfer(transfer)  # the move takes the place of this copy
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.

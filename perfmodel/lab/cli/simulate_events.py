@@ -20,15 +20,17 @@ def add_event_flags(group: Any) -> None:
     """Add flags for events from a file, or at random."""
     group.add_argument(
         "--events", metavar="FILE",
-        help='JSON lines such as {"seconds": 12.5, "event": "lose", "r_worker": 3}; events are lose, join, drain and '
-        "slow, which has a factor; prefill_worker in place of r_worker",
+        help='file of events, JSON lines such as {"seconds": 12.5, "event": "lose", "r_worker": 3}; '
+            "events are lose, join, drain, and slow with a factor; prefill_worker may replace "
+            "r_worker",
     )  # fmt: skip
     group.add_argument(
-        "--mtbf", type=float, metavar="HOURS", help="lose R-workers at random, each so long after it came in the mean"
-    )
+        "--mtbf", type=float, metavar="HOURS",
+        help="mean time between failures, after which each R-worker is lost at random",
+    )  # fmt: skip
     group.add_argument(
         "--restart-seconds", type=float, metavar="SECONDS",
-        help=f"beside it, from a loss until that R-worker joins again; inf: it does not ({RESTART_SECONDS:g})",
+        help=f"with --mtbf: time until a lost R-worker joins again; inf: never ({RESTART_SECONDS:g})",
     )  # fmt: skip
     group.add_argument(
         "--num-copies", type=int, choices=(1, 2), dest="kv_replicas", default=argparse.SUPPRESS,
