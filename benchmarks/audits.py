@@ -65,6 +65,7 @@ def time_to_name(args: argparse.Namespace) -> None:
         for seed in range(args.first, args.first + args.runs):
             with LLM(folder, **settings, skip_tokenizer_init=True, seed=seed, r_threads=1) as llm:
                 found.append(run_once(llm, seed, args.fault, args.every))
+            print(f"seed {seed}: {found[-1][0]:,} audited rows", flush=True)
     counts = [count for count, _ in found]
     expected = args.every if args.fault == "results" else (found[0][1] + 1) / 2
     times = ", ".join(

@@ -46,6 +46,13 @@ class PoolBackend(PoolMembers):
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
 
+    def set_audit(self, fraction: float, seed: int) -> None:
+        """Audit a ``fraction`` of all rows; 0 audits none. Call this before ``open``."""
+        if fraction > 0:
+            from fastdecode.cluster.pool.auditing import RandomAudit
+
+            self.audit = RandomAudit(fraction, seed)
+
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         infos = super().open(layout)
         try:
