@@ -176,7 +176,7 @@ def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
 
 
 def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
-    """Start each of the peer's engines once, one after another, so that its compiled code lies in its cache."""
+    """Start each of the peer's engines once, one after another, so that its compiled code is in its cache."""
     for name, words in engines_of(args, plain, shape).items():
         if words[1] != "vllm":
             continue

@@ -261,7 +261,7 @@ def test_sixteen_bits_do_not_depend_on_the_cuts(name: str, dtype: str, kv_dtype:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_torch_attends_as_the_kernels_do(llama: SModel, kv_dtype: str) -> None:
-    """As on a GPU, torch attends keys and values before they are stored, except those of a prefix."""
+    """torch attends keys and values before they are stored, as on a GPU, except those of a prefix."""
     layout = replace(llama.layout, kv_dtype=kv_dtype)
     prompt = model_zoo.prompts("llama-gqa")[0]
     whole = Chain(layout, prompt, (0, 200))
@@ -285,7 +285,7 @@ def test_keys_and_values_of_the_first_part_do_not_depend_on_the_others(llama: SM
 
 
 def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
-    """By section 4.2 of KV-Runahead a chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1)."""
+    """A chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1): KV-Runahead, section 4.2."""
     prompt = model_zoo.prompts("llama-gqa")[0]
     row_bytes = sum(layer.token_bytes("float32") for layer in llama.layout.layers)
     for method, rows in (("kvr", 50 + 100 + 150), ("tsp", 200 * 3)):
@@ -347,7 +347,7 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
 
 
 def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> None:
-    """Of two ranges with two copies each, one R-worker is lost beforehand and one when rows are sent to it."""
+    """Two ranges have two copies each; one R-worker is lost beforehand and one when rows are sent to it."""
     chain = Chain(llama.layout, model_zoo.prompts("llama-gqa")[0], (0, 200))
     prompt, tokens, sent, told = chain.jobs[0].prompt, chain.jobs[0].token_ids, Counter[int](), []
 

@@ -184,7 +184,7 @@ def test_code_that_reads_a_weight_gets_it(dtype: torch.dtype) -> None:
 def test_a_model_that_needs_parts_in_one_piece_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the probe fails over packed layers, it runs again without packing."""
+    """The probe runs again without packing if it fails over packed layers."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

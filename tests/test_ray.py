@@ -294,7 +294,7 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder:
         ({"r_workers": "ray:2:spread"}, "r_workers must be"),
         ({"r_workers": "ray"}, "r_workers must be"),
         ({"r_cores": "0"}, "r_cores: this process does not start these R-workers"),
-        ({"profile": __file__}, "profile: it knows R-workers by their address"),
+        ({"profile": __file__}, "profile: a profile names R-workers by address"),
         ({"prefill_workers": "127.0.0.1:1"}, "prefill_workers: .* need the same --key-file"),
         ({"prefill_workers": "spawn:1", "tensor_parallel_size": 2}, "prefill_workers: .* need the same --key-file"),
     ],

@@ -90,7 +90,7 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
 @given(runs(), st.frozensets(st.integers(0, 20), max_size=3))
 @settings(max_examples=examples(350))
 def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> None:
-    """Where R-workers are slower than expected sequences move between steps, at no cost."""
+    """Sequences move between steps, at no cost, where R-workers are slower than expected."""
     run.to_the_end(fail_steps, moves_per_step=2)
 
 

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="standby: it continues a session that --journal names: give one"):
+    with pytest.raises(ConfigError, match="standby: a standby continues the session that --journal names: give one"):
         EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
     assert main(["serve", "--standby", "a", "--session", "b"]) == 2
     assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err

@@ -375,7 +375,7 @@ def test_transfer_seconds(submitted: np.ndarray, busy_start: np.ndarray, busy_en
 
 
 def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_start() -> None:
-    """Of ten steps of a second with starts in steps 1, 4 and 7 and 3 tokens each, steps 4 to 7 are steady."""
+    """Steps 4 to 7 of ten are steady, with starts in steps 1, 4 and 7 and 3 tokens each."""
     steps = [
         StepRecord(
             True,

@@ -429,7 +429,7 @@ def main() -> int:
               f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, {drawn.settings}", flush=True)  # fmt: skip
         print("\n".join(["  " + fault for fault in found.faults] + [log] * bool(log)), flush=True)
         seed += 1
-    print(f"| what was killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    print(f"| killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for kind, counts in totals.items():
         print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COLUMNS)} |")
     return 1 if unclean else 0
