@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import socket
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -74,6 +75,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # for tests of --audit
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -160,6 +162,8 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
     ending = contextlib.ExitStack()
     try:
         machine = ending.enter_context(contextlib.closing(take_host(*resources)))
+        if args.inject_faults:
+            machine = replace(machine, faults=optional("faults").Faults.of(args.inject_faults))
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)

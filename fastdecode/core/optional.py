@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import Any
 
 PARTS = {
+    "audit": "cluster.pool.auditing",
+    "faults": "cluster.r_worker.faults",
     "CUDA graphs": "sworker.run.cuda_graphs",
     "CUDA staging": "sworker.run.cuda_staging",
     "GGUF": "sworker.model.gguf",
