@@ -27,13 +27,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 260,
-    "lines that serving imports": 40_000,
-    "lines of the product": 68_450,
+    "modules that serving imports": 259,
+    "lines that serving imports": 39_900,
+    "lines of the product": 68_410,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 595,
+    "module constants": 597,
     "docstrings that are fragments": 20,
 }
 

@@ -18,6 +18,7 @@ from fastdecode.cluster.wire.auditing import MOST_QUESTIONS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT
 from fastdecode.core.auditing import AuditAnswer, AuditMode, AuditQuestion, answer_bytes
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.routes import is_empty
 from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan, best_common_isa
 from fastdecode.kinds.layout import KVLayout
 
@@ -71,7 +72,7 @@ class RandomAudit(Audit):
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
         self.abandon()
-        self._num_open = sum(any(not each.is_empty for each in mini_batch.workers) for mini_batch in routes)
+        self._num_open = sum(any(not is_empty(each) for each in mini_batch.workers) for mini_batch in routes)
         for row in self._chooser.choose(plan, routes):
             self._rows.setdefault((row.mini_batch, row.question.layer), []).append(row)
 

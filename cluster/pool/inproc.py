@@ -15,7 +15,6 @@ from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.audits import audited, check_memory
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh
-from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.machine import host_id
@@ -49,7 +48,7 @@ class InprocWorker(PoolWorker):
         ``security``: for this worker's KV port. ``park``: the folder for its parked prefixes; None for no parking.
         """
         self.name = name
-        self._park = ParkDirectory(park) if park else None
+        self._park = optional("park directory").ParkDirectory(park) if park else None
         self._parker: Any = None
         self._security = security or Security()
         self._kv_port: Any = None

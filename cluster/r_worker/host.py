@@ -14,7 +14,6 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.audits import check_forks
-from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
@@ -56,7 +55,7 @@ class Host:
     read_gb_per_s: float
     host_id: str
     cores: tuple[int, ...]
-    park: ParkDirectory | None = None
+    park: Any = None
     faults: Any = None
 
     def make(self, layout: KVLayout, block_size: int) -> _rworker.RWorker:
@@ -104,7 +103,8 @@ def take_host(
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, tuned, bandwidth, host_id(), bound, ParkDirectory(park) if park else None)
+    directory = optional("park directory").ParkDirectory(park) if park else None
+    return Host(size, tuned, bandwidth, host_id(), bound, directory)
 
 
 @cache

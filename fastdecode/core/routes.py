@@ -186,8 +186,12 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
 
 def is_empty(route: Route) -> bool:
     """Return whether the R-worker of ``route`` gets no rows."""
-    rows = (route.q_rows, route.kv_rows)
-    return not any(each.stop - each.start if isinstance(each, slice) else len(each) for each in rows)
+    return not (count_rows(route.q_rows) or count_rows(route.kv_rows))
+
+
+def count_rows(rows: Rows) -> int:
+    """Return the number of row indices in ``rows``."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _joined(first: Rows, second: Rows) -> Rows:

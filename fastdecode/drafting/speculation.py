@@ -6,7 +6,6 @@ from fastdecode.api.request import InFlight
 from fastdecode.core.metrics import MODEL, WAIT, StateClock
 from fastdecode.core.protocols import Drafter, DraftRequest
 from fastdecode.cycle import Companion, Cycle
-from fastdecode.sworker.sampling import SampledToken
 
 
 class Speculation(Companion):
@@ -62,13 +61,3 @@ class Speculation(Companion):
             tail.start,
             tuple((each.home, each.cache_id, each.start) for each in sequence.closed),
         )
-
-
-def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
-    """Return how many of ``draft_token_ids`` are accepted: those before the first that differs from ``sampled``.
-    ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
-    """
-    for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
-        if token.token_id != draft:
-            return count
-    return len(draft_token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +16,13 @@ from fastdecode.core.protocols import AttentionBackend, RanksBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import JoinedWorker, RunningCycle
-from fastdecode.drafting.speculation import num_accepted
 from fastdecode.engine.sources import AttentionSources, Sampled
 from fastdecode.journal.journal import Journal
-from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import TokenSequence, Transfer
 from fastdecode.sworker import SWorker
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
+from fastdecode.sworker.sampling.sampler import num_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -154,13 +154,13 @@ class LiveWorld:
         s_worker: SWorker,
         r_workers: list[RWorkerInfo],
         in_flight: InFlight,
-        prefills: RemotePrefills | None = None,
+        prefills: Any = None,
         ranks: RanksBackend | None = None,
         in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
-        ``ranks``: the same as ``backend`` if several ranks share the model. ``in_ranges``: a sequence may be split into
-        ranges on several R-workers.
+        ``prefills``: the ``RemotePrefills``, or None. ``ranks``: the same as ``backend`` if several ranks share the
+        model. ``in_ranges``: a sequence may be split into ranges on several R-workers.
         """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock

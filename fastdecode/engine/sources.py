@@ -17,10 +17,10 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.weighing import Queries, WeighedPart, WeighedRow, strongest
-from fastdecode.drafting.speculation import num_accepted
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.sampling import SampledToken
+from fastdecode.sworker.sampling.sampler import num_accepted
 
 Sampled = dict[int, list[SampledToken]]
 """The tokens that a step sampled, by sequence: one per completion, or one per draft token and one more."""

@@ -170,3 +170,13 @@ def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: 
     chosen = {ids[0]: (values[0], chosen_rank)}
     likeliest = {ids[rank]: (values[rank], rank) for rank in range(1, count + 1)}
     return chosen | likeliest
+
+
+def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
+    """Return how many of ``draft_token_ids`` are accepted: those before the first that differs from ``sampled``.
+    ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
+    """
+    for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
+        if token.token_id != draft:
+            return count
+    return len(draft_token_ids)

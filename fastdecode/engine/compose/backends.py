@@ -178,15 +178,15 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     if config.state_on != "s":
         return None
     from fastdecode.cluster.pool.backend import PoolBackend
-    from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 
     if not isinstance(backend, PoolBackend):
         raise BackendError("state_on: 's' is for R-workers of one S-worker process")
+    pairs = optional("state pairs")
     memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
-    room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
     cores = config.s_core_list or usable_cores()
     num_kept = config.max_num_seqs + room.kept
-    backend.keep_states(StateKeeper(num_kept, config.s_thread_count, tuple(cores)))
+    backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores)))
     return room
 
 

@@ -21,7 +21,6 @@ from fastdecode.core.protocols import AttentionBackend, PrefillBackend, RanksBac
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
-from fastdecode.drafting.speculation import Speculation
 from fastdecode.engine.compose.backends import (
     check_room,
     keep_states_here,
@@ -46,7 +45,6 @@ from fastdecode.engine.live import LiveRequests, LiveWorld
 from fastdecode.journal.journal import next_run
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
 from fastdecode.sworker.run.s_worker import Lead
@@ -65,8 +63,8 @@ class Parts:
     world: LiveWorld
     requests: LiveRequests
     membership: Membership
-    prefills: RemotePrefills | None
-    speculation: Speculation | None
+    prefills: Any
+    speculation: Any
     parking: Parking | None
 
     @property
@@ -202,8 +200,9 @@ def _put_together(
     fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
     journal = make_journal(config, fingerprint, pool.backend, pool.r_workers, run, cleanup)
     resume_session(scheduler, pool.r_workers, journal, config.keep_session > 0)
-    method = config.prefill_parallel
-    prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
+    prefills = None
+    if prefill_backend:
+        prefills = optional("remote prefills").RemotePrefills(prefill_backend, pool.r_workers, config.prefill_parallel)
     in_ranges = scheduler.limits.placing.segment_tokens < model.max_model_len
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
@@ -251,7 +250,7 @@ def _make_speculation(
     in_flight: InFlight,
     cleanup: ExitStack,
     lead: Lead | None,
-) -> Speculation | None:
+) -> Any:
     """Return the companion that drafts for requests ``in_flight``; None without drafting.
     ``lead``: see ``make_drafter``.
     """
@@ -264,4 +263,4 @@ def _make_speculation(
     drafter = optional("drafters").make_drafter(
         config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
     )
-    return Speculation(drafter, in_flight, s_worker.clock)
+    return optional("speculation").Speculation(drafter, in_flight, s_worker.clock)
