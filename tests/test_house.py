@@ -29,7 +29,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 39_900,
-    "lines of the product": 68_410,
+    "lines of the product": 68_430,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
@@ -99,7 +99,7 @@ def measured() -> dict[str, int]:
 
 
 MOST_MODULES_OF_A_STEP = 40
-MOST_MODULES_OF_A_SERVER = 255
+MOST_MODULES_OF_A_SERVER = 245
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_a_greedy_step_over_tcp_crosses_few_modules() -> None:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert len(found["crossed"]) <= MOST_MODULES_OF_A_STEP, found["crossed"]
-    assert len(found["imported"]) <= MOST_MODULES_OF_A_SERVER, found["imported"]
+    assert 20 < len(found["crossed"]) <= MOST_MODULES_OF_A_STEP, "\n".join(found["crossed"])
+    assert 100 < len(found["imported"]) <= MOST_MODULES_OF_A_SERVER, "\n".join(found["imported"])
 
 
 @pytest.mark.parametrize("mark", CEILINGS)

@@ -31,6 +31,8 @@ class RandomAudit(Audit):
     row's own R-worker returns. Every asked R-worker also compares the blocks that the row reads with their checksums.
     """
 
+    is_on = True
+
     def __init__(self, fraction: float, seed: int) -> None:
         """``fraction``: of the pairs of a row and a layer; above 0, up to 1."""
         self._fraction, self._seed = fraction, seed

@@ -89,14 +89,16 @@ class PoolBackend(PoolMembers):
                     self._failed(index, "the step's plan", error)
             self._blame(Verdict(*each) for each in self._suspects.items())
             self._suspects.clear()
-            self.audit.begin(plan, routes)
+            if self.audit.is_on:
+                self.audit.begin(plan, routes)
         except BaseException:
             self.abandon_step()
             raise
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self._submitted[mini_batch, layer] = time.perf_counter()
-        self.audit.sent(mini_batch, layer, q)
+        if self.audit.is_on:
+            self.audit.sent(mini_batch, layer, q)
         for index, arrays in self._rows[mini_batch].scatter(layer, q, k, v):
             try:
                 self.workers[index].submit(mini_batch, layer, arrays)
@@ -124,7 +126,8 @@ class PoolBackend(PoolMembers):
                 self.workers[index].share(mini_batch, rows.layer, counts)
             except FAILURES as error:
                 self._failed(index, "what its ranges pick", error)
-        self.audit.arrived(mini_batch, rows, o)
+        if self.audit.is_on:
+            self.audit.arrived(mini_batch, rows, o)
         return o
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
@@ -133,7 +136,7 @@ class PoolBackend(PoolMembers):
 
     def end_step(self) -> StepReport:
         before = self.audit.num_rows
-        verdicts = self.audit.verdicts()
+        verdicts = self.audit.verdicts() if self.audit.is_on else []
         self._blame(verdicts)
         for index in range(len(self.workers)):
             try:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.engine_fields import DEMO_MODEL
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def crossed(llm: LLM) -> set[str]:
-    """Return the names of the product's modules that run code in one steady step of four greedy sequences."""
+    """Return the files of the product whose code runs in one steady step of four greedy sequences."""
     engine, names = llm.llm_engine, set()
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for number in range(4):
@@ -25,12 +28,13 @@ def crossed(llm: LLM) -> set[str]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            names.add(frame.f_globals.get("__name__", ""))
+            names.add(frame.f_code.co_filename)
 
     sys.setprofile(note)
     engine.step()
     sys.setprofile(None)
-    return {name for name in names if name.startswith("fastdecode.")}
+    own = ("fastdecode", "sworker", "cluster", "perfmodel")
+    return {name for name in names if name.startswith(tuple(f"{ROOT}/{folder}/" for folder in own))}
 
 
 def main() -> None:
