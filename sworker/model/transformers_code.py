@@ -19,6 +19,7 @@ from fastdecode.sworker.model.gpu_rows import GpuRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
 from fastdecode.sworker.model.kept import restore_linears, unpack_unquantized
 from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
+from fastdecode.sworker.model.packed_weight import FileMaps
 from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.sharding import Rank
@@ -88,6 +89,8 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
         quantize_experts(whole, num_attention_heads(hf_config))
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
+    if multiplies_int8(config):
+        FileMaps(unwritten=True).let_all_go()  # files stay mapped for their norms, with the pages of read experts
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
