@@ -58,7 +58,7 @@ class Worker:
     """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
-        # One length for all contexts: vLLM compiles anew for another
+        # All contexts have one length, since vLLM compiles anew for another.
         own = {"max_model_len": shape.longest} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         caches = Path(python).parent.parent / "compiled"
@@ -104,7 +104,7 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
     It computes one prompt, and copies keys and values to the cache of each sequence.
     """
     threads = len(os.sched_getaffinity(0))
-    context = shape.rows * (shape.prompt + shape.steps)  # each sequence has a cache of its own
+    context = shape.rows * (shape.prompt + shape.steps)  # Each sequence has its own cache.
     words = [str(PEERS / "llama" / "bin" / "llama-batched-bench"), "-m", gguf, "-c", str(context), "-b", "2048"]
     words += ["-npp", str(shape.prompt), "-ntg", str(shape.steps), "-npl", str(shape.rows), "-t", str(threads)]
     words += ["-pps", "-fa", "on", "-ctk", cache, "-ctv", cache, "--output-format", "jsonl"]
@@ -127,7 +127,7 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
     theirs = {"dtype": "bfloat16", "enforce_eager": args.eager}
     if "bfloat16" in args.kinds:
         engines[f"{args.peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
-    if "int8" in args.kinds and not args.experts:  # it has no W8A8 of experts on CPUs
+    if "int8" in args.kinds and not args.experts:  # vLLM has no W8A8 of experts on CPUs.
         w8a8 = write_w8a8(plain, MODELS / f"{Path(plain).name}-w8a8")
         for cache in args.caches or ["auto", "fp8"]:
             settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
@@ -144,7 +144,7 @@ def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitSta
         try:
             worker.wait()
             found[name] = worker.rate
-        except RuntimeError as error:  # not every build has every cache
+        except RuntimeError as error:  # Not every build supports every cache dtype.
             print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
     if args.peer == "llama":
         gguf = write_gguf(plain, MODELS / f"{Path(plain).name}.gguf")
@@ -176,7 +176,7 @@ def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
 
 
 def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
-    """Start each of the peer's engines once, one after another, so that its compiled code lies in its cache."""
+    """Start each of the peer's engines once, one after another, so that its compiled code is in its cache."""
     for name, words in engines_of(args, plain, shape).items():
         if words[1] != "vllm":
             continue
@@ -194,20 +194,23 @@ def parsed() -> argparse.Namespace:
     """Return the command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--peer", default="vllm", choices=["vllm", "zen", "llama", "none"], help="none: ours alone (vllm)"
+        "--peer",
+        default="vllm",
+        choices=["vllm", "zen", "llama", "none"],
+        help="engine to compare with; none: ours alone (vllm)",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="bfloat16 safetensors (random weights)")
-    parser.add_argument("--kv-heads", type=int, default=4, help="of random weights, of 16 heads (4)")
-    parser.add_argument("--layers", type=int, default=8, help="of random weights (8)")
+    parser.add_argument("--model", metavar="FOLDER", help="folder with bfloat16 safetensors (random weights)")
+    parser.add_argument("--kv-heads", type=int, default=4, help="KV heads of random weights, with 16 heads (4)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of random weights (8)")
     parser.add_argument("--experts", action="store_true", help="random layers of Qwen3-30B-A3B in place of a Llama's")
     parser.add_argument("--rows", type=int, help="sequences (64, and at most 32,768 prompt tokens in all)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256], help="prompt tokens (256)")
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence in a turn (16)")
-    parser.add_argument("--kinds", nargs="+", default=["int8", "bfloat16"], help="what is compared (int8 bfloat16)")
+    parser.add_argument("--kinds", nargs="+", default=["int8", "bfloat16"], help="dtypes to compare (int8 bfloat16)")
     parser.add_argument("--caches", nargs="+", default=[], help="the peer's cache dtypes (auto fp8; q8_0 f16)")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile, which takes minutes once")
     parser.add_argument("--prepare", action="store_true", help="let vLLM compile for these flags, and compare nothing")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
     return parser.parse_args()
 
 

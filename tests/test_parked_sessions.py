@@ -21,6 +21,7 @@ from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
 from fastdecode.scheduler.prefix.index import extend_hashes
 from fastdecode.scheduler.prefix.parked import ParkedChains
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.server.observer import EngineWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -248,7 +249,6 @@ def test_a_request_that_leaves_while_its_prefix_is_read(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"park_dir": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"park_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"park_dir": "x", "r_workers": "127.0.0.1:1"}, "park_dir: this process does not start these R-workers"),
         ({"park_after": 5.0}, "park_after: there is no folder to park in"),
@@ -264,7 +264,7 @@ def test_what_is_not_parked_is_refused(settings: dict[str, Any], message: str) -
 
 def test_the_longest_beginning_is_found() -> None:
     """The search agrees with a look at every chain, for texts of three words that begin alike in all ways."""
-    draw, kept = random.Random(1), ParkedChains()
+    draw, kept = random.Random(1), ParkedChains(BLOCK, whole=False)
     naive: dict[tuple[int, bytes], list[bytes]] = {}
     for _ in range(300):
         hashes: list[bytes] = []
@@ -279,7 +279,7 @@ def test_the_longest_beginning_is_found() -> None:
              and (shared % 32 == 0 or shared == len(held))),
             default=0,
         )  # fmt: skip
-        found = kept.longest(hashes, asked)
+        found = kept.longest(TokenSequence(0, [*tokens, 0], 1, num_prefill=len(tokens) + 1), hashes, 0, asked)
         assert (found.num_blocks if found else 0) >= deepest - 31 and (found is None or found.worker in asked)
         if found:
             held = naive[found.worker, found.chain.name]

@@ -62,7 +62,7 @@ class Returns:
                 return
             except FastDecodeError as error:
                 worker.close()
-                logger.debug("has not come back yet: %s", error)
+                logger.debug("a lost R-worker has not come back yet: %s", error)
                 continue
             self._returned.put(joined)
             if self._is_closed.is_set():
@@ -113,6 +113,10 @@ class Newcomers:
         self.forget(name)
         if not has_asked:
             self._listener.dismissed(name)
+
+    def exclude(self, name: str) -> None:
+        """Ignore the R-worker ``name`` from now on, while it keeps asking to join."""
+        self._listener.dismissed(name)
 
     def close(self) -> None:
         """Close the listener and the waiting R-workers; may be called twice."""

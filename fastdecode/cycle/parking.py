@@ -205,7 +205,7 @@ class Parking(Companion):
             cycle.tell()  # the fork that makes the prefix may still be pending
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
-        superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
+        superseded = parked.superseded(prefix)
         answer = self._parks.park(disk.index, prefix.prefix_id, chain, superseded, self._patience_ms)
         self.parked_bytes[disk.index] = answer.num_bytes
         parked.dropped(disk.index, (*answer.dropped, *superseded))

@@ -92,7 +92,7 @@ class FileMaps:
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                # The inode, and the name: other threads may write a library's variables at any time
+                # No file has inode 0. Other threads may write a library's variables at any time.
                 is_file = rest[3] != "0" and not (unwritten and ".so" in rest[4])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))

@@ -36,12 +36,12 @@ def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num
     """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
     model = built(model_type)
     model.save_pretrained(folder)
-    tokens = [_generated(model, prompt, num_tokens) for prompt in prompts]
+    tokens = [generated(model, prompt, num_tokens) for prompt in prompts]
     assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
     return tokens
 
 
-def _generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """Return the tokens of a model that has no states of earlier texts."""
     for each in model.modules():
         # otherwise RecurrentGemma would continue from an earlier state for a prompt of one token

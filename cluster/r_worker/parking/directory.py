@@ -71,7 +71,7 @@ class ParkDirectory:
                 with ChainReader(self.folder / name) as reader:
                     head, marks, own_name = reader.head, reader.marks, reader.name
                 if head.fingerprint == fingerprint and own_name == name:
-                    yield Chain(head.num_blocks, marks)
+                    yield Chain(head.num_blocks, marks, head.rest)
             except (ChainError, OSError):
                 self.drop(name)
 

@@ -208,7 +208,9 @@ def _put_together(
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
-    parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
+    own_parks = parks_of(pool.ranks.pool if pool.ranks else pool.backend)
+    parks = pool.ranks.parks(own_parks) if pool.ranks and own_parks else own_parks
+    parking = make_parking(config, model, parks, pool.r_workers, scheduler.limits)
     return Parts(
         config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
     )

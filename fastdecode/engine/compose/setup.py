@@ -121,10 +121,10 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
 
-    Return None without prefix caching, or if prefixes need a state. ``parks``: None if R-workers have no disks. Chains
-    of ranges are of use only to an engine that cuts sequences at the same tokens.
+    Return None without prefix caching. ``parks``: None if R-workers have no disks. Chains of ranges are of use only to
+    an engine that cuts sequences at the same tokens.
     """
-    if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
+    if parks is None or not limits.prefix_caching:
         return None
     cut_at = limits.placing.segment_tokens
     identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
