@@ -93,7 +93,7 @@ class FileMaps:
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
                 # No file has inode 0. Other threads may write a library's variables at any time.
-                is_file = rest[3] != "0" and not (unwritten and ".so" in rest[4])
+                is_file = rest[3] != "0" and not (unwritten and ".so" in rest[-1])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
