@@ -192,7 +192,10 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
         ({"session": "a"}, "session: R-workers at host:port outlive an S-worker, and r_workers is inproc"),
         ({"session": ""}, "session must be a name of at most 200 characters, not ''"),
         ({"keep_session": 9.0}, "keep_session: R-workers keep sequences of the session that --session names: give one"),
-        ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "the name that --journal gives: give one"),
+        (
+            {"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"},
+            "the session that --journal names: give one",
+        ),
         ({"keep_session": -1.0}, "keep_session must be 0 to 86400 seconds, not -1.0"),
         (
             {

@@ -175,7 +175,7 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
     num_controls, num_mini_batches = _COUNTS.unpack_from(data)
     max_mini_batches = 1024
     if num_mini_batches > max_mini_batches or len(data) < _COUNTS.size + 8 * num_mini_batches:
-        raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
+        raise FrameError(f"PLAN: {num_mini_batches} mini-batches do not fit {len(data)} bytes")
     counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
     start = _COUNTS.size + 8 * num_mini_batches
     wanted = start + num_controls * CONTROL.itemsize + sum(counts) * SPAN.itemsize

@@ -18,6 +18,7 @@ from fastdecode.sworker.model.code import AnyRank, LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
 from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
+from fastdecode.sworker.model.packed_weight import FileMaps
 from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.support import probe_layers, probe_layout
@@ -87,6 +88,8 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
         optional("integer products").quantize(whole, hf_config, published, dtype)
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
+    if multiplies_int8(config):
+        FileMaps(unwritten=True).let_all_go()  # files stay mapped for their norms, with the pages of read experts
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 

@@ -101,7 +101,7 @@ def check_own_ranks(num_ranks: int) -> None:
     from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
-        raise ConfigError("tensor_parallel_size: the ranks that are measured are started here: run one process alone")
+        raise ConfigError("tensor_parallel_size: calibrate starts the ranks itself: run a single process")
 
 
 def _with_ranks(
