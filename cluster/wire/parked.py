@@ -66,7 +66,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
 
 
 def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
-    """Return the time limit in ms, sequence id, number of blocks and name. Raise FrameError unless they fill ``data``."""
+    """Return time limit in ms, sequence id, number of blocks and name. Raise FrameError unless they fill ``data``."""
     if len(data) != WAKE.size:
         raise FrameError(f"WAKE: {len(data)} bytes, not {WAKE.size}")
     patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)
