@@ -138,7 +138,7 @@ def weigh(data: bytes) -> None:
 
 
 def audit(data: bytes) -> None:
-    """What is read of questions about rows is its bytes, and their answer fits a frame."""
+    """Check that questions about rows are written as they were read, and that their answer fits a frame."""
     with suppress(FrameError):
         asked = auditing.decode_questions(data, LAYOUT)
         _require(auditing.encode_questions(asked)[0] == data)
