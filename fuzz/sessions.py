@@ -156,7 +156,7 @@ class SessionRun:
         return self._frame(Kind.WEIGH, head + np.array(layers, "<i8").tobytes(), *parts)
 
     def _audit(self) -> list[bytes]:
-        """Return questions, mostly about rows that the R-worker has."""
+        """Return questions about up to three rows, most of which exist."""
         provider, asked = self._provider, []
         for _ in range(provider.ConsumeIntInRange(0, 3)):
             sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()

@@ -23,7 +23,7 @@ COPIES: dict[str, Any] = {"r_workers": "inproc:2", "kv_replicas": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that takes long texts."""
+    """Save a tiny Llama that takes long texts, and return its folder."""
     model = model_zoo.build_model(NAME, max_position_embeddings=4096)
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(folder: Path, **settings: Any) -> LLM:
     defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 256, "s_threads": 1, "r_threads": 1}
     defaults |= {"kv_cache_memory": "16MiB", "r_workers": "inproc:2", "audit": 1.0, "block_size": 16}
-    if ":" in settings.get("r_workers", "").removeprefix("inproc:").removeprefix("spawn:"):  # they have their own
+    # R-workers at an address have their own settings.
+    if ":" in settings.get("r_workers", "").removeprefix("inproc:").removeprefix("spawn:"):
         settings |= {"kv_cache_memory": None, "r_threads": None}
     return LLM(str(folder), **{**defaults, **settings})
 
@@ -101,7 +102,7 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (tiny_hybrids, {}),
     "qwen3_next, states here": (tiny_hybrids, {"state_on": "s"}),
 }
-"""Layers with windows and sinks, latents, and attending layers among recurrent ones, which have no rows to audit."""
+"""Architectures with windows and sinks, latents, and recurrent layers, which have no rows to audit."""
 
 
 @pytest.mark.slow
@@ -143,7 +144,7 @@ def test_a_host_that_computes_wrong_is_named_and_no_wrong_token_follows(folder: 
 
 
 def told_before_naming(llm: LLM, prompts: list[list[int]]) -> list[list[list[int]]]:
-    """The tokens told until an R-worker is named, and all tokens."""
+    """Return the tokens returned until an R-worker is named, and all tokens."""
     engine, told = llm.engine, [list[int]() for _ in prompts]
     before = [[list(each) for each in told]]
     for number, prompt in enumerate(prompts):
@@ -177,7 +178,7 @@ def test_a_kept_prefix_whose_memory_changes_is_a_miss(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_at_fault_is_named_and_may_not_come_back(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The pool's listener refuses it, and another one of its host, for as long as the engine lives."""
+    """The pool's listener refuses the R-worker and all others of its host as long as the engine lives."""
     prompts = prompts_of()
     with (
         r_workers.listening() as (_, sound),

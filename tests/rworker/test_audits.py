@@ -1,4 +1,4 @@
-"""Rows attended again, one layer's rows, and checksums of blocks: what audits ask of an R-worker."""
+"""The parts of an audit in an R-worker: rows attended again, one layer's rows, and checksums of blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Caught(Harness):
     """A harness whose every row is attended again within its step, and once the step has ended."""
 
     def again(self, sequence_id: int, rows: Rows, context_len: int) -> np.ndarray:
-        """All of the rows, one after the other."""
+        """Attend all of the rows again, one after the other, and return their outputs."""
         bits = to_bits(rows.q, self.model_dtype)
         ask = self.worker.attend_again
         return np.concatenate(
@@ -35,7 +35,7 @@ class Caught(Harness):
         )
 
     def step_again(self, batch: dict[int, Rows]) -> None:
-        """One step of ``batch``; each row has the same bits again, before the step ends and after it."""
+        """Run one step of ``batch``; check that each row has the same bits again, before and after the step's end."""
         contexts = {each: self.lengths.get(each, 0) for each in batch}
         spans = [(each, contexts[each], len(rows.q), ATTEND) for each, rows in batch.items()]
         q, k, v = (
@@ -68,7 +68,7 @@ def test_a_row_attended_again_has_the_same_bits(name: str, model_dtype: str, kv_
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_partial_results_have_the_same_bits_again(kv_dtype: str) -> None:
-    """The tail of a sequence, and a closed range that it reads."""
+    """A sequence's tail and a closed range that it reads give the same partial results again."""
     layer, rng = LAYERS["grouped"], np.random.default_rng(4)
     worker = Harness(layer, {"kv_dtype": kv_dtype, "num_blocks": 256}).worker
     whole = random_rows(rng, layer, 1024 + 1100)
@@ -90,7 +90,7 @@ def test_partial_results_have_the_same_bits_again(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_another_cache_attends_exported_rows_with_the_same_bits(kv_dtype: str) -> None:
-    """In other blocks, with the rows of a step that is still open; what is exported is what ``export`` gives."""
+    """The exporting cache has other blocks and an open step; the exported rows are those of ``export``."""
     layer, rng = LAYERS["grouped"], np.random.default_rng(5)
     cache = Harness(layer, {"kv_dtype": kv_dtype})
     cache.step({1: random_rows(rng, layer, 77)})
@@ -107,7 +107,7 @@ def test_another_cache_attends_exported_rows_with_the_same_bits(kv_dtype: str) -
 
 
 def filled(**options: Any) -> Harness:
-    """A cache with checksums and one sequence of 70 tokens in blocks of 16."""
+    """Return a harness with checksums and one sequence of 70 tokens in blocks of 16."""
     cache = Harness(LAYERS["grouped"], options)
     cache.worker.keep_checksums()
     cache.step({1: random_rows(np.random.default_rng(6), cache.layer, 70)})
@@ -123,12 +123,12 @@ def test_a_flipped_bit_is_found_in_its_block_alone(bit: int) -> None:
     assert worker.find_damage(1, 47) == worker.find_damage(1, 32) == -1
     worker.flip_bit(1, 0, 40, bit)
     assert worker.find_damage(1) == -1
-    worker.flip_bit(1, 0, 69, bit)  # its block is not full, so it has no checksum yet
+    worker.flip_bit(1, 0, 69, bit)  # The block is not full, so it has no checksum yet.
     assert worker.find_damage(1) == -1
 
 
 def test_checksums_follow_blocks_that_are_cut_shared_and_used_again() -> None:
-    """No false alarm: after cuts and forks, rows that fill a block anew, and blocks of others that ended."""
+    """Cuts, forks, rows that fill a block again, and reused blocks of ended sequences cause no false alarm."""
     cache = filled(num_blocks=12)
     rng = np.random.default_rng(7)
     for controls, batch in (
