@@ -102,9 +102,9 @@ def most_moved(found: Sequence[Steadied]) -> float:
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return weights, float64 [num_columns] and not negative, with which ``columns`` add up to ``seconds`` best.
 
-    ``columns``: float64 [num_points, num_columns]; the weight of the first is above zero. ``seconds``: float64
-    [num_points], above zero. The fit minimizes the squares of relative errors. It tries every subset of columns with
-    the first; among equally good subsets the smallest wins, so one point suffices to fit one column.
+    ``columns``: float64 [num_points, num_columns]. ``seconds``: float64 [num_points], above zero. The fit minimizes the
+    squares of relative errors. It tries every subset of columns that contains the first column; of equally good subsets
+    the smallest wins. Thus one point is enough to find one weight.
     """
     num_points, num_columns = columns.shape
     relative = columns / seconds[:, None]

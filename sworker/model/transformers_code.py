@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,13 +25,6 @@ from fastdecode.sworker.model.support import probe_layers, probe_layout
 from fastdecode.sworker.run.staging import MIN_ROWS
 
 logger = logging.getLogger(__name__)
-
-
-class Replacement(Protocol):
-    """Parts of a model that were replaced by faster forms."""
-
-    def undo(self) -> None:
-        """Restore the model's own parts."""
 
 
 class TransformersCode:
@@ -97,7 +90,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     """Replace parts of the model by faster forms; return the layout that the probe finds with these forms."""
     model = code.module
     integers = optional("integer products").IntegerProducts(model, hf_config) if multiplies_int8(config) else None
-    replaced: list[Replacement] = [PackedLinears(model), FusedRows(model)]
+    replaced: list[Any] = [PackedLinears(model), FusedRows(model)]
     if code.device.type == "cuda":
         replaced.append(optional("GPU rows").GpuRows(model))
     if integers:

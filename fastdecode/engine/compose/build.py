@@ -256,10 +256,7 @@ def _make_speculation(
     """
     if config.speculative is None:
         return None
-
-    def make_own_backend(layout: KVLayout) -> AttentionBackend:
-        return make_draft_backend(config, layout, model.max_model_len)
-
+    make_own_backend = partial(make_draft_backend, config, max_model_len=model.max_model_len)
     drafter = optional("drafters").make_drafter(
         config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
     )
