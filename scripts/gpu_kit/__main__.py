@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu_kit import report
 from gpu_kit.machine import machine
 from gpu_kit.report import Ended, failed, read_rows, write
 
@@ -67,11 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the report (%(default)s)")
     args = parser.parse_args(arguments)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "report.md").touch()
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written to: {error.strerror}")
+    if why := report.why_not(args.out):
+        parser.error(f"--out {args.out} {why}")
     stop = Stop()
     reason = os.environ.get("KIT_FAILED", "").strip() or why_no_device(args.device)
     ended = run_parts(args.device, args.quick, args.out, stop, reason)

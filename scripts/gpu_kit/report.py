@@ -51,9 +51,28 @@ def write(folder: Path, machine: dict[str, Any], device: str, quick: bool, parts
     data = {"machine": machine, "device": device, "quick": quick, "failed": failed(parts),
             "parts": {part.letter: {"title": part.title, "seconds": round(part.seconds, 1), "rows": part.whole}
                       for part in parts}}  # fmt: skip
-    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(machine, device, quick, parts), encoding="utf-8")
+    put(folder / "report.json", json.dumps(data, indent=1) + "\n")
+    put(folder / "report.md", markdown(machine, device, quick, parts))
     trim(folder)
+
+
+def put(file: Path, text: str) -> None:
+    """Write a file at once, so that a run that is killed meanwhile leaves the whole file of before."""
+    new = file.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
+
+
+def why_not(folder: Path) -> str:
+    """Return why a report cannot be written to ``folder``, as that it has files of others; "" if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / "report.json").exists():
+            return "has other files: give a new or empty folder"
+        put(folder / "report.json", "{}\n")
+    except OSError as error:
+        return f"cannot be written to: {error.strerror}"
+    return ""
 
 
 def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> str:
