@@ -337,11 +337,11 @@ class RWorker:
         """Whole blocks as they lie in this cache, uint8 [blocks * block_bytes]: for each layer, for each block.
 
         Copies of memory: for workers of the same layers, KV dtype, block size and instruction set only. ValueError for
-        tokens that it has not or that are no whole blocks, where layers are recurrent, or while a step is open.
+        tokens that it has not or that are no whole blocks, or while a step is open. States are not among them.
         """
 
     def import_blocks(self, sequence_id: int, num_tokens: int, data: npt.NDArray[np.uint8], start: int = 0) -> None:
-        """As ``import_``, of whole blocks that ``export_blocks`` gave."""
+        """As ``import_``, of whole blocks that ``export_blocks`` gave. A state is spoilt until ``import_`` sets it."""
 
     def read_blocks(self, sequence_id: int, start: int, fd: int, pieces: list[tuple[int, int, bytes]]) -> list[bytes]:
         """As ``import_blocks``, of consecutive ``pieces`` of the open file ``fd``, straight into their places; each of

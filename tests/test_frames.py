@@ -1,4 +1,4 @@
-"""The wire format: what is written is read back, and anything else is refused before it is obeyed or allocated."""
+"""The wire format: what is written is read back, and all else is refused before it is obeyed or allocated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
 
 
 class Pipe:
-    """Both ends of a channel in one process, with messages that a test may change on their way."""
+    """Both ends of a channel in one process; a test may change the messages between them."""
 
     def __init__(self) -> None:
         self.messages: list[list[bytes]] = []
@@ -89,7 +89,7 @@ def test_any_header_is_read_or_refused(data: bytes) -> None:
 
 
 def test_frames_are_numbered_and_belong_to_one_session() -> None:
-    """A replayed, a late and another session's frame are refused; a number may be skipped."""
+    """Replayed, late and other sessions' frames are refused, and a number may be skipped."""
     pipe = Pipe()
     sender, receiver = Conversation(pipe), Conversation(pipe)
     sender.epoch = receiver.epoch = 7
@@ -219,7 +219,7 @@ def test_a_peer_that_rotates_otherwise_is_refused_by_name() -> None:
     ],
 )
 def test_json_that_is_hard_to_read_or_to_show_is_refused(value: str, message: str) -> None:
-    """In few words, for they go to the log and back."""
+    """The refusals are short, since they go to the log and back to the peer."""
     good = messages.encode_hello(messages.Hello("host:1", LAYOUT, 32)).decode()
     with pytest.raises(FrameError, match=message) as caught:
         messages.decode_hello(good.replace('"block_size":32', f'"block_size": {value}').encode())
@@ -256,7 +256,7 @@ def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
 
 
 def test_a_refusal_can_be_printed() -> None:
-    """Whatever an error said, and however long."""
+    """Any text of an error can be printed, however long."""
     error, message = messages.decode_refusal(messages.encode_refusal("frame", "a\n\x1b[2J\ud800é" + "x" * 9999))
     assert error == "frame" and message.startswith("a??[2J?éx") and len(message) == MAX_TEXT
 
@@ -288,7 +288,7 @@ def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
 
 
 def weighing_of(layers: tuple[int, ...] = (0, 1)) -> Weighing:
-    """A query of both layers of LAYOUT at position 40, all of whose elements are told apart."""
+    """Return a query of both layers of LAYOUT at position 40, whose elements all differ."""
     memory = np.arange(weighing.num_query_bytes(LAYOUT, layers), dtype=np.uint8)
     return Weighing(WeighedPart(0, 7, 40, 512, 30), 16, layers, weighing.queries_of(LAYOUT, layers, memory))
 
@@ -365,16 +365,20 @@ def test_a_report_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (Kind.PONG, bytes(7), "it sent a PONG frame of 7 bytes"),
-        (Kind.PONG, struct.pack("<d", float("nan")), "it sent a PONG frame with nan"),
-        (Kind.EXPORTED, struct.pack("<q", -1), "it exports -1 bytes, and its cache holds"),
-        (Kind.EXPORTED, struct.pack("<q", 1 << 62), "it exports 4,611,686,018,427,387,904 bytes, and its cache holds"),
+        (Kind.PONG, bytes(7), "a PONG frame of 7 bytes came"),
+        (Kind.PONG, struct.pack("<d", float("nan")), "a PONG frame came with nan"),
+        (Kind.EXPORTED, struct.pack("<q", -1), "the R-worker exports -1 bytes, and its cache holds"),
+        (
+            Kind.EXPORTED,
+            struct.pack("<q", 1 << 62),
+            "the R-worker exports 4,611,686,018,427,387,904 bytes, and its cache holds",
+        ),
         (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 24"),
         (Kind.REFUSED, b"nonsense", "REFUSED: JSON is malformed"),
     ],
 )
 def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, message: str) -> None:
-    """By its name, so that the others go on."""
+    """The loss names the R-worker, so that the others go on."""
     pipe, script = Pipe(), Pipe()
     pipe.send = lambda parts: None  # type: ignore[method-assign]
     answers = Conversation(script)

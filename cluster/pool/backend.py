@@ -225,5 +225,5 @@ class PoolParks:
 
 def _disk(disk: Disk | None) -> Disk:
     if disk is None:
-        raise ValueError("it has no disk to park on")
+        raise ValueError("the R-worker has no disk to park on")
     return disk

@@ -67,7 +67,7 @@ class InprocWorker(PoolWorker):
             self._worker.set_weights(layer, first, rows)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
-        if self._park and not layout.cannot("parking"):
+        if self._park:
             self._parker = Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:

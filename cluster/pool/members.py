@@ -16,7 +16,7 @@ from fastdecode.core.errors import NoRWorkerError, WorkerLostError
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+if TYPE_CHECKING:  # most pools have no listener, and so need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 

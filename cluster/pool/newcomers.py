@@ -12,7 +12,7 @@ from fastdecode.cluster.pool.worker import Joined
 from fastdecode.core.errors import FastDecodeError, SupersededError
 from fastdecode.kinds.layout import KVLayout
 
-if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+if TYPE_CHECKING:  # most pools have no listener, and so need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 
@@ -62,7 +62,7 @@ class Returns:
                 return
             except FastDecodeError as error:
                 worker.close()
-                logger.debug("has not come back yet: %s", error)
+                logger.debug("a lost R-worker has not come back yet: %s", error)
                 continue
             self._returned.put(joined)
             if self._is_closed.is_set():

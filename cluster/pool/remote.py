@@ -108,7 +108,7 @@ class RemoteWorker(PoolWorker):
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
-            raise self.calls.lose("it opened a KV port that was not asked for, or none")
+            raise self.calls.lose("the R-worker opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         if self._lease and self.link and not self._lease.waits:
             self.link.begin_beats()
@@ -146,7 +146,7 @@ class RemoteWorker(PoolWorker):
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """Adopt the lease's epoch from ``welcome``; return the sequences that the R-worker kept of the last session."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
-            raise self.calls.lose("it serves a named session that was not asked for, or none")
+            raise self.calls.lose("the R-worker serves a named session that was not asked for, or none")
         if self._lease is not None:
             self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
         if not welcome.goes_on:
@@ -232,13 +232,13 @@ class RemoteWorker(PoolWorker):
         self.calls.send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self.calls.number(self.calls.answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
-            raise self.calls.lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
+            raise self.calls.lose(f"the R-worker exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
         data = np.empty(num_bytes, np.uint8)
         filled = 0
         while filled < data.nbytes:
             frame = self.calls.answer(Kind.DATA)
             if frame.lengths[0] == 0:
-                raise self.calls.lose("it sent an empty DATA frame")
+                raise self.calls.lose("an empty DATA frame came")
             with self.calls.losses as link:
                 link.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
@@ -275,7 +275,9 @@ class RemoteWorker(PoolWorker):
             return False
         layer, arrays = self._outputs.get(frame.mini_batch, (-1, ()))
         if frame.kind is not Kind.OUTPUT or layer != frame.layer:
-            raise self.calls.lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
+            raise self.calls.lose(
+                f"a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer} came unasked"
+            )
         with self.calls.losses as link:
             link.load(frame, arrays)
         del self._outputs[frame.mini_batch]

@@ -91,8 +91,8 @@ class StateKeeper:
 
 
 def paired_info(info: RWorkerInfo) -> RWorkerInfo:
-    """Return the description of a pair whose R-worker's description is ``info``."""
-    return replace(info, state_blocks=COUNTED_BLOCKS)
+    """Return the description of a pair whose R-worker's description is ``info``. Pairs park no prefixes."""
+    return replace(info, state_blocks=COUNTED_BLOCKS, park_after=None)
 
 
 class StatePair(PoolWorker):

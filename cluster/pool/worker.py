@@ -114,10 +114,10 @@ class LostWorker(PoolWorker):
         self._step_shape = step_shape
 
     def open(self, layout: KVLayout) -> None:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def opened(self) -> RWorkerInfo:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def begin_step(self, plan: WorkerPlan) -> None:
         self._step_shape = (len(plan.mini_batches), self._step_shape[1])
@@ -135,10 +135,10 @@ class LostWorker(PoolWorker):
         return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
 
 @dataclass(frozen=True)

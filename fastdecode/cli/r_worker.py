@@ -49,24 +49,26 @@ def add_command(commands: Any) -> None:
         "on a second SIGTERM it ends at once.",
     )
     add_worker_flags(parser, LISTEN)
-    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
     parser.add_argument(
-        "--park-dir",
-        metavar="DIR",
-        help="folder where it stores prefixes that are not used, and reads them back (none)",
+        "--kv-cache-memory", metavar="BYTES", help="memory of the KV cache, such as 4GiB (40 %% of the free memory)"
     )
     parser.add_argument(
-        "--park-after", type=float, metavar="SECONDS", help=f"without use, after which they are parked ({PARK_AFTER:g})"
-    )
+        "--park-dir", metavar="DIR",
+        help="folder in which the R-worker stores unused prefixes, to read them back later (none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--park-after", type=float, metavar="SECONDS",
+        help=f"seconds without use after which a prefix is stored in --park-dir ({PARK_AFTER:g})",
+    )  # fmt: skip
     parser.add_argument(
         "--park-bytes", metavar="BYTES",
-        help="most on the disk, such as 100GiB; the least recently used are deleted first (half of what is free "
-            "there)",
+        help="most bytes in --park-dir, such as 100GiB; the least recently used files are deleted "
+            "first (half of the free disk space)",
     )  # fmt: skip
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT",
-        help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
-        "0: any (nowhere)",
+        help="address for GET /health (200, or 503 if the R-worker cannot serve) and /metrics "
+            "(Prometheus), without a key; port 0: any (none)",
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
-    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on it, computing or waiting, outside the step
-    itself.
+    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
+    the step itself.
     """
 
     s_seconds = wait_seconds = 0.0
@@ -51,7 +51,7 @@ class Companion:
 
 
 class Cycle(Generic[T]):
-    """The engine's loop. A turn is: companions, schedule, tell, compute, commit, lose, take, observe and record.
+    """The engine's loop. A turn runs the companions, then schedules, sends, computes, commits and records one step.
 
     ``on_step`` is called with the record of every step that had rows or sampled.
     """

@@ -89,7 +89,8 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            ends = not scheduler.transfers.stands(transfer)  # the transfer has copied its last piece
+            # True if the transfer is over, since it has copied its last piece
+            ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends
             if cycle.world.now() > deadline:

@@ -121,7 +121,8 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
 
 bool KVCache::has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const {
     const Sequence& sequence = whole_sequence(sequence_id);
-    return states_.num_blocks() && num_tokens <= sequence.length && num_tokens >= sequence.length - sequence.num_kept;
+    return states_.num_blocks() && !sequence.state_spoilt && num_tokens <= sequence.length &&
+           num_tokens >= sequence.length - sequence.num_kept;
 }
 
 std::int64_t KVCache::least_length(std::int64_t sequence_id) const {
@@ -157,9 +158,10 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
             "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
                 " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
     Sequence& target = grown(sequence_id, length, true);
-    take_state(target);
-    target.state_spoilt = states_.num_blocks() && std::int64_t(data.size()) == sequence_bytes(num_tokens);
-    if (!target.state_spoilt) set_state(target, data.data() + sequence_bytes(num_tokens));
+    if (num_bytes > sequence_bytes(num_tokens)) {
+        set_state(target, data.data() + sequence_bytes(num_tokens));
+        target.state_spoilt = false;
+    }
     walk_bytes(
         target, start, length, data.data(),
         [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
@@ -168,7 +170,8 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
         });
 }
 
-/// Returns the sequence, new or not, with blocks for `length` committed tokens; `cleared`: new blocks are zeros.
+/// Returns the sequence, new or not, with blocks for `length` committed tokens; `cleared`: new blocks are zeros. A state
+/// is spoilt until it is set.
 Sequence& KVCache::grown(std::int64_t sequence_id, std::int64_t length, bool cleared) {
     Sequence& target = sequences_[sequence_id];
     target.blocks.reserve(blocks_for(length));
@@ -178,6 +181,8 @@ Sequence& KVCache::grown(std::int64_t sequence_id, std::int64_t length, bool cle
         if (cleared) clear_block(target.blocks.back());
     }
     target.length = target.pending_length = length;
+    take_state(target);
+    target.state_spoilt = states_.num_blocks() > 0;
     return target;
 }
 

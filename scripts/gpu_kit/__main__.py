@@ -1,4 +1,4 @@
-"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]``: runs each part in its own process, and reports."""
+"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]`` runs each part in its own process, and reports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Stop:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts; 0 if all are as they must be, 1 if some failed, 128 and its number after a signal."""
+    """Run all parts; return 0 if all are as they must be, 1 if some failed, 128 and its number after a signal."""
     parser = argparse.ArgumentParser(
         prog="run.sh", description="Prove and measure FastDecode here, and write a report.",
         epilog="It ends with 0 if all parts are as they must be, and 1 if some failed; report.md says which.",

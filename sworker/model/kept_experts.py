@@ -45,7 +45,7 @@ class ExpertPart:
                 yield name.removeprefix(self._prefix), tensor
 
     def _together(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """Unpack all experts as one weight, whose outputs are those of all experts."""
+        """Unpack all experts as one weight, which has the outputs of all experts."""
         axis = self._layout.axis or 0
         long = {leaf: each.movedim(0, axis).flatten(axis, axis + 1) if each.ndim > 1 else each
                 for leaf, each in tensors.items()}  # fmt: skip

@@ -80,7 +80,7 @@ class Finder:
         return list(rule.source_patterns).index(pattern) if stacks and len(rule.target_patterns) == 1 else -1
 
     def incomplete(self) -> str:
-        """Return the name of a parameter of which not all experts' weights are packed; "" if there is none."""
+        """Return the name of a parameter that some experts have unpacked; "" if there is none."""
         for owner, parameters in self.found.experts.items():
             module: Any = self._modules[owner]
             for own, parts in parameters.items():

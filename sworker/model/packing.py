@@ -54,7 +54,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
     check_asked(config, method, on_gpu)
     if not method:
         return Packing("plain")
-    reason = _must_be_plain(config, asked, method, on_gpu)
+    reason = _must_be_plain(config, settings, method, on_gpu)
     if reason and method in ("bitsandbytes", "torchao") and asked != "unpack":
         if config.tensor_parallel_size > 1 or config.lora_modules:
             raise ConfigError(f"quantization: {config.model} is packed in {method}, which only its package reads, and "
@@ -64,6 +64,8 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
         return Packing("unpacked", method, reason)
     if not (missing := _packs_experts(method, hf_config) or why_not_theirs(settings, device)):
         return Packing("theirs", method, "transformers' own quantizer runs here")
+    if asked == "int8":
+        return Packing("ours", method, "linear layers multiply its int8: this CPU multiplies plain weights")
     return Packing("ours", method, f"each layer unpacks its weight when it computes: {missing}")
 
 
@@ -87,8 +89,9 @@ def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
         raise ConfigError(f"quantization: {config.model} is {found}, not in {asked}: leave it out")
 
 
-def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu: bool) -> str:
+def _must_be_plain(config: EngineConfig, settings: Mapping[str, Any], method: str, on_gpu: bool) -> str:
     """Return why weights must be unpacked while they are read; "" if they may stay packed."""
+    asked = config.quantization
     if asked == "unpack":
         return "--quantization unpack was given"
     if config.tensor_parallel_size > 1:
@@ -98,7 +101,7 @@ def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu:
     if config.load_format == "dummy":
         return "random weights are plain"
     if asked == "int8":
-        return "int8 products make codes of plain weights"
+        return "" if checkpoints.publishes_int8(settings) else "int8 products make codes of plain weights"
     if not on_gpu and asked != method:
         return f"this CPU multiplies plain weights faster; --quantization {method} keeps them packed"
     return ""
@@ -169,7 +172,10 @@ def arguments(
     model = skeleton()
     if packing.how == "ours":
         places = places_of(packed.layouts, model)
-        if reason := why_not_kept(packed, places):
+        reason = why_not_kept(packed, places)
+        if config.quantization == "int8" and places.experts:
+            reason = reason or "experts' int8 products make codes of plain weights"
+        if reason:
             packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
     if packing.how == "ours":
         named = {"state_dict": kept_weights(packed, places), "quantization_config": KeptConfig(packed, places)}

@@ -124,7 +124,7 @@ class KVCache {
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Throws Error unless the sequence has these tokens.
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    /// True where the state of a sequence is, or can be advanced to, its state after `num_tokens` tokens.
+    /// True where a sequence's unspoilt state is, or can be advanced to, that after `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
     /// Fewest tokens to which a sequence can be cut. It is more than the sequence's length where the state is spoilt.
     std::int64_t least_length(std::int64_t sequence_id) const;
@@ -135,10 +135,10 @@ class KVCache {
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
     /// Bytes of whole blocks as they lie here: for each layer, for each block. Throws Error where these tokens are no
-    /// whole blocks, or where layers are recurrent.
+    /// whole blocks.
     std::int64_t blocks_bytes(std::int64_t start, std::int64_t num_tokens) const;
     /// Like `export_sequence` and `import_sequence`, for whole blocks. Only caches with the same block size and
-    /// instruction set can exchange them.
+    /// instruction set can exchange them. The state of a sequence is not among them: `import_sequence` sets it.
     void export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     void import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                        std::span<const std::uint8_t> data);
