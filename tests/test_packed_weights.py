@@ -36,7 +36,19 @@ def float8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
     return {name: numbers, name + "_scale": scales}, numbers.float() * scales
 
 
+def blocked(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """compressed-tensors' FP8 with a scale per block, which the sizes are no multiples of."""
+    packed, plain = fp8(name, weight, block=(24, 40))
+    return {each.replace("_scale_inv", "_scale"): tensor for each, tensor in packed.items()}, plain
+
+
+BLOCKED = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [24, 40]}}
 KEPT: dict[str, Format] = {
+    "blocks": (
+        "llama",
+        blocked,
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": BLOCKED}},
+    ),
     **{kind: FORMATS[kind] for kind in ("awq", "gptq", "int4", "int8")},
     "fp8": ("qwen3", partial(fp8, block=(24, 40)), {"quant_method": "fp8", "weight_block_size": [24, 40]}),
     "float8": ("llama", float8, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
@@ -174,6 +186,22 @@ def test_what_stays_packed_where(tmp_path: Path) -> None:
     ):
         form = forms(packed, GPU, **settings)
         assert form.how == "unpacked" and reason in form.why
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_kernels_that_nobody_can_fetch_leave_weights_in_layers_of_ours(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading would fail later, on a host with all packages and no way to the hub."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(packing, "find_spec", lambda name: object())
+    monkeypatch.setattr(packing, "get_kernel", fails)
+    monkeypatch.setattr(packing, "lazy_load_kernel", fails)
+    why = packing.why_not_theirs({"quant_method": method}, GPU)
+    assert why == "transformers cannot fetch its kernels from the hub (ConnectionError)"
 
 
 @pytest.mark.parametrize(
