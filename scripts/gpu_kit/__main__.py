@@ -47,7 +47,8 @@ class Stop:
     def __init__(self) -> None:
         self.number = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._remember)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._remember)
 
     def _remember(self, number: int, _: object) -> None:
         self.number = number
