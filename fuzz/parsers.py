@@ -21,9 +21,10 @@ from fastdecode.cluster.links import shared_memory
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
-from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload, weighing
+from fastdecode.cluster.wire import auditing, frames, handshake, leases, messages, parked, payload, weighing
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
+from fastdecode.core.auditing import answer_bytes, query_bytes
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
@@ -134,6 +135,16 @@ def weigh(data: bytes) -> None:
         queries = weighing.queries_of(LAYOUT, asked.layers, sized)
         _require(weighing.encode_weighing(replace(asked, queries=queries))[0] == data)
         _require(asked.num_blocks <= weighing.MOST_BLOCKS)
+
+
+def audit(data: bytes) -> None:
+    """Check that questions about rows are written again as their bytes, and that the answer fits a frame."""
+    with suppress(FrameError):
+        asked = auditing.decode_questions(data, LAYOUT)
+        _require(auditing.encode_questions(asked)[0] == data)
+        _require(sum(answer_bytes(LAYOUT, each) for each in asked) <= frames.FRAME_LIMIT)
+        queries = np.zeros(sum(query_bytes(LAYOUT, each) for each in asked), np.uint8)
+        _require(len(auditing.with_queries(asked, LAYOUT, queries)) == len(asked))
 
 
 def parking(data: bytes) -> None:
@@ -286,6 +297,7 @@ _ALL = (
     plan,
     report,
     weigh,
+    audit,
     parking,
     chain_file,
     gate,
@@ -306,6 +318,7 @@ SEEDS: dict[str, list[bytes]] = {
     "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [payload.encode_report(REPORT)],
     "weigh": [weighing.HEAD.pack(1, 40, 0, 41, 16, False) + np.array([0, 1], "<i8").tobytes()],
+    "audit": [np.array([(1, 7, 0, 40, 41), (4, 7, 1, 0, 1), (3, 7, 0, 99, 1)], "<i8").tobytes()],
     "parking": [
         parked.encode_park(2, 1, CHAIN, CHAIN.marks),
         parked.WAKE.pack(2, 1, 40, bytes(16)),

@@ -66,8 +66,10 @@ def main() -> int:
     """Print a row per target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1_000_000, metavar="N", help="inputs over all targets (1000000)")
-    parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="of the inputs that are kept (out/fuzz)")
-    parser.add_argument("targets", nargs="*", default=list(SHARES), help="(all)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/fuzz"), help="folder of the inputs that are kept (out/fuzz)"
+    )
+    parser.add_argument("targets", nargs="*", default=list(SHARES), help="targets to run (all)")
     args = parser.parse_args()
     whole = sum(SHARES[target] for target in args.targets)
     print("| target | inputs | s | branches | kept | most MiB of an input | RSS MB | crashes |")

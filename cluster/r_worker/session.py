@@ -13,7 +13,8 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker, open_kv_port
+from fastdecode.cluster.r_worker.audits import AuditDoor
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
@@ -36,7 +37,7 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.dtypes import WIRE_DTYPE
-from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.errors import CapacityError, DamagedError, FrameError
 from fastdecode.kinds.latent import FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ class Session:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
+        except DamagedError as error:
+            self._refuse("damaged", str(error))
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
@@ -174,7 +177,7 @@ class Session:
 
     def _open(self, frame: Frame) -> None:
         hello = decode_hello(self._link.body(frame, MAX_HELLO_BYTES))
-        worker = self._lease.open(hello, lambda: make_rworker(hello.layout, hello.block_size, self._host.size))
+        worker = self._lease.open(hello, lambda: self._host.make(hello.layout, hello.block_size))
         if hello.layout.kv_port:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
@@ -188,6 +191,7 @@ class Session:
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
         self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
+        self._handlers |= AuditDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(

@@ -194,7 +194,7 @@ def encode_refusal(error: str, message: str) -> bytes:
     """Return a refusal.
 
     ``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
-    session), "key", "frame" or "refused" (any other).
+    session), "damaged" (its memory has changed), "key", "frame" or "refused" (any other).
     """
     return encode_json(_Refusal(error, printable(message[:MAX_TEXT])))
 

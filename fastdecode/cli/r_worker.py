@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -72,6 +73,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # for tests of --audit
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -138,6 +140,7 @@ def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
 
 def _listen(args: argparse.Namespace, resources: Resources) -> None:
     from fastdecode.cluster.links.zeromq import ZmqListener
+    from fastdecode.cluster.r_worker.faults import Faults
     from fastdecode.cluster.r_worker.health import HealthPort
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.joiner import Joiner
@@ -154,6 +157,8 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
     ending = contextlib.ExitStack()
     try:
         machine = ending.enter_context(contextlib.closing(take_host(*resources)))
+        if args.inject_faults:
+            machine = replace(machine, faults=Faults.of(args.inject_faults))
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)

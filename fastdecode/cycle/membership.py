@@ -46,6 +46,9 @@ class Membership(Companion):
     def heard(self, cycle: Cycle, report: StepReport) -> None:
         """Drain the R-workers that ask to leave."""
         self.changes.lost += len(report.lost)
+        self.changes.audited += report.num_audited
+        self.changes.faulty += tuple(map(self._name, report.faulty))
+        self.changes.undecided += report.is_doubtful and not report.faulty
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:

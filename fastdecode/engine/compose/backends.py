@@ -73,6 +73,7 @@ def make_backend(
         pool.accept_joins(listener)
     if config.wait_for_r_workers and config.tensor_parallel_size == 1:
         pool.take_back()
+    pool.set_audit(config.audit, config.seed)
     return pool
 
 

@@ -33,6 +33,7 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ("states here", "state_on", lambda config, _: config.state_on == "s"),
     ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
     ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
+    ("audits", "audit", lambda config, _: config.audit > 0),
     ("gpu", "device", lambda _, on_gpu: on_gpu),
     ("states here, sessions", "keep_session", lambda config, _: config.state_on == "s" and config.keep_session > 0),
     ("states here, parking", "park_dir", lambda config, _: config.state_on == "s" and config.park_dir is not None),
