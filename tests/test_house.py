@@ -20,13 +20,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 361,
-    "lines that serving imports": 53_800,
-    "lines of the product": 68_450,
+    "modules that serving imports": 363,
+    "lines that serving imports": 54_150,
+    "lines of the product": 68_750,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 606,
+    "module constants": 607,
     "docstrings that are fragments": 20,
 }
 
