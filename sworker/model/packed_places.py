@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from fastdecode.sworker.model.kept_experts import keeps_experts
-from fastdecode.sworker.products.linears import multiplies_alone
+from fastdecode.sworker.model.prepack import multiplies_alone
 
 Parts = list[list[str]]
 """The names of one parameter's packed weights: for each projection along its outputs, one name or one per expert."""
