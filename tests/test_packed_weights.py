@@ -18,7 +18,6 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.model import held, loader, packing
 from fastdecode.sworker.model.formats import Layout
 from fastdecode.sworker.model.kept import KeptLinear
-from fastdecode.sworker.model.kept_experts import KEPT as EXPERTS
 from fastdecode.sworker.model.kept_experts import SomeExperts
 from fastdecode.sworker.model.loader import load_hf_config
 
@@ -142,11 +141,11 @@ def test_packed_experts_answer_as_those_unpacked(name: str, tmp_path: Path, capl
         assert texts(packed, quantization=method) == wanted
     assert f"weights in {method} stay packed" in caplog.text
     model, plain = kept_model(packed, method), plain_model(packed)
-    layers = [each for each in model.modules() if EXPERTS in vars(each)]
+    layers = [each for each in model.modules() if "kept_experts" in vars(each)]
     assert layers and not any(each._parameters.get("down_proj") is not None for each in layers)
     own = dict(plain.named_modules())
     for place, module in model.named_modules():
-        if EXPERTS in vars(module):
+        if "kept_experts" in vars(module):
             assert_alike(module, own[place])
     item = next(plain.parameters()).element_size()
     assert held.weight_bytes(plain) - held.weight_bytes(model) > sum(map(held.num_weights, layers)) * (item - 1.5)
@@ -154,9 +153,9 @@ def test_packed_experts_answer_as_those_unpacked(name: str, tmp_path: Path, capl
 
 def assert_alike(kept: Any, plain: Any) -> None:
     """Hold the weights of all experts, unpacked at once as a GPU needs them, against the unpacked parameters."""
-    every = SomeExperts(kept, vars(kept)[EXPERTS]._parts, torch.float32, None)
-    some = SomeExperts(kept, vars(kept)[EXPERTS]._parts, torch.float32, torch.tensor([0, kept.num_experts - 1]))
-    for name in vars(kept)[EXPERTS]._parts:
+    every = SomeExperts(kept, vars(kept)["kept_experts"]._parts, torch.float32, None)
+    some = SomeExperts(kept, vars(kept)["kept_experts"]._parts, torch.float32, torch.tensor([0, kept.num_experts - 1]))
+    for name in vars(kept)["kept_experts"]._parts:
         assert torch.equal(getattr(every, name), plain._parameters[name])
         assert torch.equal(getattr(some, name), plain._parameters[name][[0, -1]])
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from fastdecode.sworker.model.checkpoints import packed_files
-from fastdecode.sworker.model.kept import KeptLinear
-from fastdecode.sworker.model.kept_experts import KEPT
 from fastdecode.sworker.model.packed_weight import FileMaps
 
 
@@ -74,13 +72,13 @@ def bits_of(model: torch.nn.Module) -> float:
 
 def num_weights(module: Any) -> int:
     """Return the number of weights of a layer that keeps them packed."""
-    if experts := vars(module).get(KEPT):
+    if experts := vars(module).get("kept_experts"):
         return int(experts.num_weights)
     return int(module.in_features * module.out_features)
 
 
 def _holds_packed(module: Any) -> bool:
-    if isinstance(module, KeptLinear) or KEPT in vars(module):
+    if "kept_experts" in vars(module):
         return True
     weight = getattr(module, "_parameters", {}).get("weight")
     has_sizes = hasattr(module, "in_features") and hasattr(module, "out_features")

@@ -7,6 +7,7 @@ has no attribute ``weight``: code that would read it fails instead of reading pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fastdecode.sworker.model.checkpoints import Packed, Weight
 from fastdecode.sworker.model.formats import Layout
 from fastdecode.sworker.model.kept_experts import ExpertPart, KeptExperts
-from fastdecode.sworker.model.packed_places import PackedPlaces
+from fastdecode.sworker.model.packed_places import PackedPlaces, places_of
 
 NAME = "fastdecode_kept"
 """The name of this quantizer within transformers."""
@@ -112,6 +113,11 @@ def kept_weights(packed: Packed, places: PackedPlaces) -> dict[str, Weight]:
                     stacked = partial(_stacked, packed, names, leaf)
                     found[f"{owner}.{_prefix(own, number)}{leaf}"] = Weight(stacked)
     return found
+
+
+def places_in(packed: Packed, model: torch.nn.Module) -> PackedPlaces:
+    """Return the places in ``model`` of a checkpoint's packed weights."""
+    return places_of(packed.layouts, model)
 
 
 def why_not_kept(packed: Packed, places: PackedPlaces) -> str:

@@ -15,9 +15,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from fastdecode.sworker.adapters.experts import experts_forward
 from fastdecode.sworker.model.formats import Layout, Tensors
 
-KEPT = "_kept_experts"
-"""The attribute of an experts' module that holds its :class:`KeptExperts`."""
-
 
 class ExpertPart:
     """One projection of all experts, whose packed tensors are buffers of the experts' module."""
@@ -63,7 +60,7 @@ class KeptExperts:
         for name in parts:
             del module._parameters[name]
         module._is_hf_initialized = True  # else transformers would draw the parameters that are gone
-        module.__dict__[KEPT] = self
+        module.__dict__["kept_experts"] = self
         module.__dict__["forward"] = self.forward
 
     @property

@@ -19,10 +19,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
+from fastdecode.core.optional import optional
 from fastdecode.sworker.model import checkpoints
 from fastdecode.sworker.model.held import weight_bytes
-from fastdecode.sworker.model.kept import KeptConfig, kept_weights, why_not_kept
-from fastdecode.sworker.model.packed_places import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -170,15 +169,16 @@ def arguments(
         raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
     model = skeleton()
     if packing.how == "ours":
-        places = places_of(packed.layouts, model)
-        reason = why_not_kept(packed, places)
+        kept = optional("kept weights")
+        places = kept.places_in(packed, model)
+        reason = kept.why_not_kept(packed, places)
         if config.quantization == "int8" and places.experts:
             reason = reason or "experts' int8 products make codes of plain weights"
         if reason:
             packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
     if packing.how == "ours":
-        named = {"state_dict": kept_weights(packed, places), "quantization_config": KeptConfig(packed, places)}
-        return packing, named, type(model)
+        state = kept.kept_weights(packed, places)
+        return packing, {"state_dict": state, "quantization_config": kept.KeptConfig(packed, places)}, type(model)
     name = str(dtype).removeprefix("torch.")
     logger.warning(
         "%s: %d weights in %s are unpacked to %s: %s",
