@@ -6,7 +6,7 @@ graph cannot choose among them. On the CPU only experts with rows are unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class KeptExperts:
     def __init__(self, module: Any, parts: Mapping[str, list[ExpertPart]]) -> None:
         """``parts``: for each parameter that is packed, its parts, which follow each other along the outputs."""
         self._module, self._parts = module, parts
+        self._shapes = [torch.empty_like(each, device="meta") for each in module.parameters()]
         for name in parts:
             del module._parameters[name]
         module._is_hf_initialized = True  # else transformers would draw the parameters that are gone
@@ -74,10 +75,10 @@ class KeptExperts:
     ) -> torch.Tensor:
         """Return each row's weighted sum of its experts' outputs, [rows, hidden]; ``top_k_index``: int64 [rows, k]."""
         if hidden_states.device.type != "cpu":
-            every = SomeExperts(self._module, self._parts, hidden_states.dtype, None)
+            every = SomeExperts(self._module, self._parts, hidden_states.dtype, None, self._shapes)
             return grouped_mm_experts_forward(every, hidden_states, top_k_index, top_k_weights)
         chosen = torch.unique(top_k_index)
-        some = SomeExperts(self._module, self._parts, hidden_states.dtype, chosen)
+        some = SomeExperts(self._module, self._parts, hidden_states.dtype, chosen, self._shapes)
         return experts_forward(some, hidden_states, torch.searchsorted(chosen, top_k_index), top_k_weights)
 
 
@@ -90,10 +91,16 @@ class SomeExperts:
         parts: Mapping[str, list[ExpertPart]],
         dtype: torch.dtype,
         chosen: torch.Tensor | None,
+        shapes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``chosen``: the numbers of the experts, ascending; None for all."""
+        """``chosen``: numbers of experts, ascending; None for all. ``shapes``: stand for the unpacked parameters."""
         self._module, self._dtype, self._chosen, self._parts = module, dtype, chosen, parts
+        self._shapes = shapes
         self.num_experts = module.num_experts if chosen is None else len(chosen)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Return tensors without memory, in the shapes of the parameters before they were packed."""
+        return iter(self._shapes)
 
     def __getattr__(self, name: str) -> Any:
         """Return a weight unpacked, a bias of the chosen experts, or the module's own attribute."""
