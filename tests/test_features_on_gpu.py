@@ -163,7 +163,7 @@ def test_tokens_are_the_cpus(
 ) -> None:
     statistics, _ = check(name, folder, monkeypatch, request)
     assert (statistics.preemptions > 0) == (name == "preemption")
-    if "drafts" in name:
+    if "drafts" in name and "n-gram" not in name:
         assert statistics.drafts.num_draft_tokens > 0
 
 
