@@ -29,6 +29,8 @@ PEERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fast
 WORKER = Path(__file__).with_name("decode_worker.py")
 GIB = 1 << 30
 
+JOINT = ("joint", "jointzen")
+"""Environments with both engines, where ours runs vLLM's model code: with vLLM alone, and with zentorch."""
 INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
 Rate = Callable[[], float]
 """Tokens per second of one turn."""
@@ -114,11 +116,14 @@ def ways_of(
     """
     python = str(PEERS / peer / "bin" / "python")
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
+    theirs = {"dtype": "bfloat16", "enforce_eager": is_eager}
     engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
     if peer == "none":
         engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
+    elif peer in JOINT:
+        engines = {"bfloat16": (python, "fastdecode", shape, ours | {"model_impl": "vllm"})}
+        engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
     elif peer != "llama":
-        theirs = {"dtype": "bfloat16", "enforce_eager": is_eager}
         w8a8 = write_w8a8(plain, scratch / "w8a8")
         engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
         engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
@@ -154,8 +159,8 @@ def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str
         print(f"{shape}, {name}: {medians[name]:.0f} tokens/s ({min(each):.0f} to {max(each):.0f})", flush=True)
     quantized = [name for name in ways if name.startswith((f"{peer} W8A8", f"{peer} Q8_0"))]
     pairs = [("int8", max(quantized, key=medians.__getitem__))] if quantized else [("int8", "bfloat16")]
-    if f"{peer} bfloat16" in ways:
-        pairs += [("bfloat16", f"{peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{peer} bfloat16")]
+    pairs += [("bfloat16", f"{peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{peer} bfloat16")]
+    pairs = [pair for pair in dict.fromkeys(pairs) if all(name in ways for name in pair)]
     for ours, other in pairs:
         each = [a / b for a, b in zip(rates[ours], rates[other], strict=True)]
         ratio = medians[ours] / medians[other]
@@ -166,7 +171,7 @@ def main() -> None:
     """Compare with one peer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--peer", default="vllm", choices=["vllm", "zen", "llama", "none"], help="none: ours alone (vllm)"
+        "--peer", default="vllm", choices=["vllm", "zen", "llama", *JOINT, "none"], help="none: ours alone (vllm)"
     )
     parser.add_argument("--model", metavar="FOLDER", help="bfloat16 safetensors (random weights)")
     parser.add_argument("--kv-heads", type=int, default=4, help="of random weights, of 16 heads (4)")
