@@ -99,8 +99,10 @@ def test_a_killed_r_worker_costs_no_token(name: str, zoo: Zoo) -> None:
         assert not victim and [tokens[number] for number in range(len(wanted))] == wanted
 
 
-@pytest.mark.parametrize("absorption", ["s", "r"])
-@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite", "minicpm3"])
+@pytest.mark.parametrize(
+    ("name", "absorption"),
+    [("deepseek_v2", "s"), ("deepseek_v2", "r"), ("glm4_moe_lite", "s"), ("glm4_moe_lite", "r"), ("minicpm3", "s")],
+)
 def test_latents_rotate_and_choose_experts_as_in_transformers(name: str, absorption: str, zoo: Zoo) -> None:
     """vLLM's kernel for CPUs rotates their queries wrongly, and vLLM scores experts otherwise where files omit how."""
     folder, wanted = zoo[name]
@@ -157,7 +159,7 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
         ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: one rank computes the whole model with --model-impl vllm"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
-        ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and llama has none"),
+        ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and vLLM's code of llama"),
     ],
 )
 def test_what_is_not_done_there_is_one_clear_line(settings: dict[str, Any], message: str, zoo: Zoo) -> None:

@@ -61,7 +61,8 @@ def hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool
             other = f"has layers of vLLM's class {type(layer).__name__}, of which only {known} are handed over"
             refuse(hf_config, other if type(layer) not in (Attention, MLAAttention) else what)
     if r_workers_absorb and not any(type(layer) is MLAAttention for layer in layers):
-        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
+        what = f"vLLM's code of {hf_config.model_type} keeps no latents"
+        raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {what}")
 
 
 def rotate_by_heads(module: torch.nn.Module) -> None:
