@@ -32,10 +32,6 @@ from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.model.vllm_attention import hand_over_attention, rotate_by_heads
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
-SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-UNSAID: dict[str, dict[str, Any]] = {"deepseek_v3": SIGMOID, "glm4_moe_lite": SIGMOID}
-"""Settings that transformers fixes for a type of model, and for which vLLM has another default."""
-
 
 class VllmCode:
     """A vLLM module whose attention layers call our attention; see ``ModelCode``."""
@@ -121,10 +117,7 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
 
     def overridden(found: Any) -> Any:
         apply_overrides(found, config.hf_overrides)
-        text = found.get_text_config()
-        for name, value in UNSAID.get(text.model_type, {}).items():
-            if getattr(text, name, None) is None:
-                setattr(text, name, value)
+        _state_what_vllm_assumes_otherwise(found.get_text_config())
         return found
 
     arguments = EngineArgs(
@@ -145,6 +138,14 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
         return arguments.create_engine_config()
     except ValidationError as error:
         refuse(hf_config, "is refused by vLLM: " + error.errors()[0]["msg"].split(". Supported")[0])
+
+
+def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
+    """Set how experts are scored where a file omits it: transformers always takes a sigmoid, and vLLM a softmax."""
+    if text_config.model_type in ("deepseek_v3", "glm4_moe_lite"):
+        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            if getattr(text_config, name, None) is None:
+                setattr(text_config, name, value)
 
 
 def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
