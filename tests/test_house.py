@@ -29,12 +29,12 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 39_900,
-    "lines of the product": 68_450,
+    "lines of the product": 68_480,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 597,
-    "docstrings that are fragments": 20,
+    "docstrings that are fragments": 18,
 }
 
 FRAGMENT = re.compile(

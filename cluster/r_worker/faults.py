@@ -15,7 +15,7 @@ from fastdecode.core.types import SpanMode
 
 @dataclass(frozen=True)
 class Faults:
-    """How often a bit is flipped: once in every N stored blocks, and once in every M rows of results; 0 means never.
+    """Rates of flipped bits: once in every N stored blocks, and once in every M rows of results; 0 means never.
 
     N is ``every_block`` and M is ``every_row``.
     """
