@@ -3,7 +3,7 @@
 python benchmarks/audits.py named --fault results    # 1 wrong row of 10,000: audited rows until it is named
 python benchmarks/audits.py named --fault memory     # 1 flipped bit in one block: the same
 python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01 over those without, in turns
-    python benchmarks/audits.py pool                     # CPU time of the R-part alone, without a model
+python benchmarks/audits.py pool                     # CPU time of the R-part alone, without a model
 """
 
 from __future__ import annotations
