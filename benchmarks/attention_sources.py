@@ -1,4 +1,4 @@
-"""What one request of many that asks for attention sources costs: python benchmarks/attention_sources.py MODEL
+"""The cost of attention sources for one request among many: python benchmarks/attention_sources.py MODEL
 
 Caches are filled with random prompts. Then decode steps alternate: in every second one a single sequence asks. It
 prints the ratio of the two medians, that of pairs of steps, and the time that the second pass itself takes.
@@ -20,12 +20,12 @@ from fastdecode.sworker.run.random_prompts import RandomPrompts
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--num-seqs", type=int, default=64)
-    parser.add_argument("--context-len", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each kind")
-    parser.add_argument("--r-workers", default="inproc:1")
-    parser.add_argument("--kv-cache-memory", default="3GiB")
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("--num-seqs", type=int, default=64, help="number of sequences (64)")
+    parser.add_argument("--context-len", type=int, default=512, help="context of each, in tokens (512)")
+    parser.add_argument("--steps", type=int, default=60, help="steps with and steps without sources (60)")
+    parser.add_argument("--r-workers", default="inproc:1", help="R-workers, as for an engine (inproc:1)")
+    parser.add_argument("--kv-cache-memory", default="3GiB", help="KV cache of each R-worker (3GiB)")
     args = parser.parse_args()
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": args.context_len + 2 * args.steps + 32}
     with LLM(args.model, r_workers=args.r_workers, kv_cache_memory=args.kv_cache_memory, **settings) as llm:

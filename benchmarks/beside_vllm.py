@@ -2,7 +2,8 @@
 
 All engines compute their prompts once, and then decode in turns (A B A B …); medians are compared. The peers'
 environments come from `make_peers.sh`. bfloat16 is compared with bfloat16; int8 weights and int8 cache with vLLM's
-W8A8 and llama.cpp's Q8_0 of the same shape, whose checkpoints are written here.
+W8A8 and llama.cpp's Q8_0 of the same shape. Their checkpoints are written beside the environments, and stay there:
+vLLM finds its compiled code by the checkpoint's path. `--prepare` compiles it, which takes minutes the first time.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from models import llama_folder
-from peer_checkpoints import write_gguf, write_w8a8
+from peer_checkpoints import saved_experts, saved_llama, write_gguf, write_w8a8
 
 PEERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdecode" / "peers"
+MODELS = PEERS / "models"
+"""Random checkpoints of the compared shapes, and the peers' forms of all checkpoints."""
+
 WORKER = Path(__file__).with_name("decode_worker.py")
 GIB = 1 << 30
 
@@ -44,6 +47,7 @@ class Shape:
         kv_heads = config["num_key_value_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         per_token = 4 * config["num_hidden_layers"] * kv_heads * head_dim
+        self.longest = min(4608, config["max_position_embeddings"])
         self.kv_bytes = int(1.1 * per_token * rows * (prompt + self.most + 64)) + GIB // 8
 
     def __str__(self) -> str:
@@ -54,8 +58,11 @@ class Worker:
     """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
-        own: dict[str, Any] = {} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
+        # All contexts have one length, since vLLM compiles anew for another.
+        own = {"max_model_len": shape.longest} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+        caches = Path(python).parent.parent / "compiled"
+        environment |= {"VLLM_CACHE_ROOT": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": str(math.ceil(shape.kv_bytes / GIB))}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
         sizes = map(str, (shape.rows, shape.prompt, shape.most))
@@ -78,7 +85,7 @@ class Worker:
         return float(self._answer("RATE ").split()[1])
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and what it started."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -92,12 +99,15 @@ class Worker:
 
 
 def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
-    """One run of llama.cpp's benchmark of parallel sequences, in a process of its own."""
+    """Return tokens per second of llama.cpp's benchmark of parallel sequences, in a process of its own.
+
+    It computes one prompt, and copies keys and values to the cache of each sequence.
+    """
     threads = len(os.sched_getaffinity(0))
-    context = shape.rows * (shape.prompt + shape.steps)
+    context = shape.rows * (shape.prompt + shape.steps)  # Each sequence has its own cache.
     words = [str(PEERS / "llama" / "bin" / "llama-batched-bench"), "-m", gguf, "-c", str(context), "-b", "2048"]
     words += ["-npp", str(shape.prompt), "-ntg", str(shape.steps), "-npl", str(shape.rows), "-t", str(threads)]
-    words += ["-fa", "on", "-ctk", cache, "-ctv", cache, "--output-format", "jsonl"]
+    words += ["-pps", "-fa", "on", "-ctk", cache, "-ctv", cache, "--output-format", "jsonl"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if line.startswith("{") and "speed_tg" in line:
@@ -105,95 +115,116 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
     raise RuntimeError("llama.cpp gave no result: " + (done.stderr + done.stdout)[-1500:])
 
 
-def ways_of(
-    peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], is_eager: bool, running: ExitStack
-) -> dict[str, Rate]:
-    """Return ours and the peer's ways by name, each ready to decode.
-
-    ``caches``: dtypes of the peer's cache beside int8 weights.
-    """
-    python = str(PEERS / peer / "bin" / "python")
+def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, tuple[str, str, Shape, dict[str, Any]]]:
+    """Return what ``Worker`` takes for each engine, by the name of its way: ours, then the peer's."""
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
-    engines = {"int8": (sys.executable, "fastdecode", shape, ours | INT8)}
-    if peer == "none":
-        engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
-    elif peer != "llama":
-        theirs = {"dtype": "bfloat16", "enforce_eager": is_eager}
-        w8a8 = write_w8a8(plain, scratch / "w8a8")
-        engines["bfloat16"] = (sys.executable, "fastdecode", shape, ours)
-        engines[f"{peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
-        for cache in caches or ["auto", "fp8"]:
+    of_ours = {"int8": ours | (INT8 if not args.experts else {"quantization": "int8"}), "bfloat16": ours}
+    own = ("int8",) if args.peer == "llama" else args.kinds
+    engines = {name: (sys.executable, "fastdecode", shape, of_ours[name]) for name in own}
+    if args.peer in ("none", "llama"):
+        return engines
+    python = str(PEERS / args.peer / "bin" / "python")
+    theirs = {"dtype": "bfloat16", "enforce_eager": args.eager}
+    if "bfloat16" in args.kinds:
+        engines[f"{args.peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
+    if "int8" in args.kinds and not args.experts:  # vLLM has no W8A8 of experts on CPUs.
+        w8a8 = write_w8a8(plain, MODELS / f"{Path(plain).name}-w8a8")
+        for cache in args.caches or ["auto", "fp8"]:
             settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
-            engines[f"{peer} W8A8, cache {cache}"] = (python, "vllm", shape, settings)
+            engines[f"{args.peer} W8A8, cache {cache}"] = (python, "vllm", shape, settings)
+    return engines
+
+
+def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitStack) -> dict[str, Rate]:
+    """Return ours and the peer's ways by name, each ready to decode."""
     found: dict[str, Rate] = {}
-    workers = {name: Worker(*words) for name, words in engines.items()}
+    workers = {name: Worker(*words) for name, words in engines_of(args, plain, shape).items()}
     for name, worker in workers.items():
         running.callback(worker.close)
         try:
             worker.wait()
             found[name] = worker.rate
-        except RuntimeError as error:  # not every build has every cache
+        except RuntimeError as error:  # Not every build supports every cache dtype.
             print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
-    if peer == "llama":
-        gguf = write_gguf(plain, scratch / "model.gguf")
-        for cache in caches or ["q8_0", "f16"]:
+    if args.peer == "llama":
+        gguf = write_gguf(plain, MODELS / f"{Path(plain).name}.gguf")
+        for cache in args.caches or ["q8_0", "f16"]:
             found[f"llama Q8_0, cache {cache}"] = partial(llama_rate, gguf, shape, cache)
     return found
 
 
-def compare(peer: str, plain: str, scratch: Path, shape: Shape, caches: list[str], is_eager: bool, rounds: int) -> None:
+def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
     """Print medians, spreads and ratios."""
     with ExitStack() as running:
-        ways = ways_of(peer, plain, scratch, shape, caches, is_eager, running)
+        ways = ways_of(args, plain, shape, running)
         rates: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
+        for _ in range(args.rounds):
             for name, rate in ways.items():
                 rates[name].append(rate())
     medians = {name: statistics.median(each) for name, each in rates.items()}
     for name, each in rates.items():
         print(f"{shape}, {name}: {medians[name]:.0f} tokens/s ({min(each):.0f} to {max(each):.0f})", flush=True)
-    quantized = [name for name in ways if name.startswith((f"{peer} W8A8", f"{peer} Q8_0"))]
-    pairs = [("int8", max(quantized, key=medians.__getitem__))] if quantized else [("int8", "bfloat16")]
-    if f"{peer} bfloat16" in ways:
-        pairs += [("bfloat16", f"{peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{peer} bfloat16")]
+    quantized = [name for name in ways if name.startswith((f"{args.peer} W8A8", f"{args.peer} Q8_0"))]
+    pairs = [("int8", max(quantized, key=medians.__getitem__))] if quantized else []
+    pairs += [("bfloat16", f"{args.peer} bfloat16"), ("int8", "bfloat16"), ("int8", f"{args.peer} bfloat16")]
     for ours, other in pairs:
+        if ours not in ways or other not in ways:
+            continue
         each = [a / b for a, b in zip(rates[ours], rates[other], strict=True)]
         ratio = medians[ours] / medians[other]
         print(f"{shape}, {ours} over {other}: {ratio:.2f} ({min(each):.2f} to {max(each):.2f})", flush=True)
 
 
-def main() -> None:
-    """Compare with one peer."""
+def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
+    """Start each of the peer's engines once, one after another, so that its compiled code is in its cache."""
+    for name, words in engines_of(args, plain, shape).items():
+        if words[1] != "vllm":
+            continue
+        start, worker = time.perf_counter(), Worker(*words)
+        try:
+            worker.wait()
+            print(f"{name} is ready after {time.perf_counter() - start:.0f} s", flush=True)
+        except RuntimeError as error:
+            print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
+        finally:
+            worker.close()
+
+
+def parsed() -> argparse.Namespace:
+    """Return the command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--peer", default="vllm", choices=["vllm", "zen", "llama", "none"], help="none: ours alone (vllm)"
+        "--peer",
+        default="vllm",
+        choices=["vllm", "zen", "llama", "none"],
+        help="engine to compare with; none: ours alone (vllm)",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="bfloat16 safetensors (random weights)")
-    parser.add_argument("--kv-heads", type=int, default=4, help="of random weights, of 16 heads (4)")
-    parser.add_argument("--layers", type=int, default=8, help="of random weights (8)")
-    parser.add_argument("--rows", type=int, default=64, help="sequences (64)")
+    parser.add_argument("--model", metavar="FOLDER", help="folder with bfloat16 safetensors (random weights)")
+    parser.add_argument("--kv-heads", type=int, default=4, help="KV heads of random weights, with 16 heads (4)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of random weights (8)")
+    parser.add_argument("--experts", action="store_true", help="random layers of Qwen3-30B-A3B in place of a Llama's")
+    parser.add_argument("--rows", type=int, help="sequences (64, and at most 32,768 prompt tokens in all)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256], help="prompt tokens (256)")
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence in a turn (16)")
+    parser.add_argument("--kinds", nargs="+", default=["int8", "bfloat16"], help="dtypes to compare (int8 bfloat16)")
     parser.add_argument("--caches", nargs="+", default=[], help="the peer's cache dtypes (auto fp8; q8_0 f16)")
-    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile, which takes a minute")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        plain = args.model or saved(args.kv_heads, args.layers, Path(scratch) / "plain")
-        for context in args.contexts:
-            shape = Shape(plain, args.rows, context, args.steps, args.rounds)
-            compare(args.peer, plain, Path(scratch), shape, args.caches, args.eager, args.rounds)
+    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile, which takes minutes once")
+    parser.add_argument("--prepare", action="store_true", help="let vLLM compile for these flags, and compare nothing")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
+    return parser.parse_args()
 
 
-def saved(kv_heads: int, layers: int, folder: Path) -> str:
-    """A Llama of hidden size 1024 and random weights in bfloat16, as a checkpoint."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(llama_folder(1024, layers, group=16 // kv_heads))
-    config.max_position_embeddings = 8192
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    return str(folder)
+def main() -> None:
+    """Compare with one peer."""
+    args = parsed()
+    MODELS.mkdir(parents=True, exist_ok=True)
+    plain = args.model or (
+        saved_experts(args.layers, MODELS) if args.experts else saved_llama(args.kv_heads, args.layers, MODELS)
+    )
+    for context in args.contexts:
+        rows = args.rows or min(64, 32768 // context)
+        shape = Shape(plain, rows, context, args.steps, args.rounds)
+        (prepare if args.prepare else compare)(args, plain, shape)
 
 
 if __name__ == "__main__":

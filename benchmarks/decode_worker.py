@@ -1,4 +1,4 @@
-"""One engine that decodes when it is told to: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
+"""One engine that decodes on request: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
 
 It computes the prompts and prints READY. Each line on stdin is a number of steps; it answers with tokens per second.
 """
@@ -52,7 +52,13 @@ class Decoding:
 def main() -> None:
     """Compute prompts, then decode once for each line of stdin."""
     side, (rows, prompt, most), settings = sys.argv[1], map(int, sys.argv[2:5]), json.loads(sys.argv[5])
-    common = {"skip_tokenizer_init": True, "max_num_seqs": rows, "max_num_batched_tokens": 4096, "seed": 0}
+    # vLLM compiles anew for another number of sequences
+    common = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": rows if side == "fastdecode" else max(rows, 64),
+        "max_num_batched_tokens": 4096,
+        "seed": 0,
+    }
     common |= {"max_model_len": prompt + most + 16, "enable_prefix_caching": False}
     engine, kind = engine_of(side, common | settings)
     params = kind(temperature=0, max_tokens=most, min_tokens=most, ignore_eos=True, detokenize=False)

@@ -20,7 +20,7 @@ SHAPES = ((4096, 1024), (1024, 2816), (4096, 4096))
 
 
 def best_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Smallest CPU time of each way, measured in turns."""
+    """Return the least CPU time of each function, measured in turns."""
     found = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for name, way in ways.items():
@@ -34,7 +34,7 @@ def best_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[st
 def main() -> None:
     """Print a line per shape and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="(15)")
+    parser.add_argument("--repeats", type=int, default=15, help="number of repeats (15)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -101,18 +101,18 @@ class Arm:
             self.engine.add_request(f"{self.schedule}-{index}", prompt, params)
 
     def turn(self) -> None:
-        """A few steps."""
+        """Run a few steps."""
         self.engine.world.clock.restart()
         for _ in range(TURN):
             self.engine.step()
 
     @property
     def full_steps(self) -> list[StepRecord]:
-        """The last ones with nearly all places taken."""
+        """The last steps with nearly all seats taken."""
         return [step for step in self.steps[-KEPT:] if step.num_output_tokens >= 0.9 * self.args.in_flight]
 
     def _limits(self) -> Limits:
-        """Nothing moves: stand-ins hold no cache."""
+        """Return limits under which no sequence moves, since stand-ins hold no cache."""
         limits = replace(self.engine.scheduler.limits, seconds_per_moved_token=math.inf)
         if self.stand_ins:
             return replace(limits, balanced_kv_tokens=mean_load(self.args) // self.args.stand_ins)
@@ -122,23 +122,25 @@ class Arm:
 
 
 def mean_load(args: argparse.Namespace) -> int:
-    """KV tokens attended per step, all places taken by sequences of every age."""
+    """Return KV tokens attended per step when all seats are taken by sequences of every age."""
     return args.in_flight * (2 * PROMPT_LEN + args.output_len) // 2
 
 
 def main() -> None:
     """Print every run, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stand-ins", type=int, default=8, metavar="N", help="(8); 0: attention on another core")
-    parser.add_argument("--mini-batches", default="2", help="one number or more, such as 2,3 (2)")
-    parser.add_argument("--in-flight", type=int, default=64, help="(64)")
-    parser.add_argument("--output-len", type=int, default=80, help="(80)")
+    parser.add_argument(
+        "--stand-ins", type=int, default=8, metavar="N", help="number of stand-ins (8); 0: attention on another core"
+    )
+    parser.add_argument("--mini-batches", default="2", help="numbers of mini-batches, such as 2,3 (2)")
+    parser.add_argument("--in-flight", type=int, default=64, help="sequences in flight (64)")
+    parser.add_argument("--output-len", type=int, default=80, help="output tokens (80)")
     parser.add_argument("--waves", type=int, default=5, help="requests per place in flight (5)")
-    parser.add_argument("--rounds", type=int, default=1, help="(1)")
-    parser.add_argument("--hidden", type=int, default=384, help="(384)")
-    parser.add_argument("--layers", type=int, default=16, help="(16)")
-    parser.add_argument("--intermediate", type=int, default=768, help="sets S time (768)")
-    parser.add_argument("--kv-cache-dtype", default="float32", help="(float32)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds (1)")
+    parser.add_argument("--hidden", type=int, default=384, help="hidden size (384)")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers (16)")
+    parser.add_argument("--intermediate", type=int, default=768, help="width of the MLPs, which sets S time (768)")
+    parser.add_argument("--kv-cache-dtype", default="float32", help="dtype of the KV cache (float32)")
     parser.add_argument("--plot", metavar="PREFIX", help="write PREFIX-request-level.png and PREFIX-sls.png")
     args = parser.parse_args()
     folder = llama_folder(args.hidden, args.layers, vocab=512, group=1, intermediate=args.intermediate)
@@ -151,7 +153,7 @@ def _round(folder: str, num_mini_batches: int, args: argparse.Namespace) -> tupl
     with ExitStack() as stack:
         cores, arms = os.sched_getaffinity(0), []
         for schedule in ("request-level", "sls"):
-            os.sched_setaffinity(0, cores)  # the engine before took one of them
+            os.sched_setaffinity(0, cores)  # The engine made before took one of these cores.
             arms.append(Arm(schedule, folder, num_mini_batches, args))
             stack.callback(arms[-1].engine.close)
         _set_speed(arms, 1e-6)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Make the environments of the peers that benchmarks/beside_vllm.py measures: make_peers.sh [FOLDER].
+# Make the environments of the peers that benchmarks/beside_vllm.py measures: make_peers.sh [FOLDER [NAME...]].
 #
 # vllm: vLLM's CPU build. zen: the same with AMD's zentorch. llama: llama.cpp, which compiles for some minutes.
 # Each lies in a folder of its own (default ~/.cache/fastdecode/peers); one that is complete is left as it is.
 set -euo pipefail
 peers=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/fastdecode/peers}
+names=("${@:2}")
 python=${PYTHON:-python3}
 mkdir -p "$peers"
 
@@ -53,7 +54,8 @@ make_environment() {
 
 export peers python
 export -f install_vllm make_llama make_environment
-for name in vllm zen llama; do
+[ ${#names[@]} -gt 0 ] || names=(vllm zen llama)
+for name in "${names[@]}"; do
   # In a shell of its own, since bash ignores errors within what stands before ||.
   bash -euo pipefail -c "make_environment $name" || { echo "make_peers: $name could not be made" >&2; failed=1; }
 done

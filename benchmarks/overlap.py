@@ -18,7 +18,7 @@ from fastdecode.perfmodel.lab.measure.throughput_report import breakdown
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:
-    """Median S time of one mini-batch and layer, with an R-worker that answers at once."""
+    """Return the median S time of one mini-batch and layer, with an R-worker that answers at once."""
     engine.backend.call_seconds = 0.0
     engine.world.clock.recording = True
     decode(engine, rows, 3)
@@ -29,7 +29,7 @@ def segment_seconds(engine: LLMEngine, rows: int) -> float:
 
 
 def efficiency(engine: LLMEngine, rows: int, steps: int) -> tuple[float, float]:
-    """overlap_efficiency over the middle decode steps, and the S segment it was set up with, in seconds."""
+    """Return overlap_efficiency over the middle decode steps, and the S seconds of a layer that were set."""
     assert isinstance(engine.backend, StandInBackend)
     segment = segment_seconds(engine, rows)
     engine.backend.call_seconds = segment
@@ -42,8 +42,10 @@ def main() -> None:
     """Print the medians and every round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=64, help="sequences per mini-batch (64)")
-    parser.add_argument("--layers", type=int, default=8, help="filling and draining cost one segment a step (8)")
-    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="number of layers; filling and draining cost one S segment per step (8)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
     parser.add_argument("--steps", type=int, default=6, help="decode steps per round (6)")
     args = parser.parse_args()
     folder = llama_folder(hidden=512, num_layers=args.layers)

@@ -1,4 +1,4 @@
-"""A bfloat16 Llama written as its peers read it: W8A8 of compressed-tensors, and GGUF in Q8_0."""
+"""Random bfloat16 models, and a Llama as its peers read it: W8A8 of compressed-tensors, and GGUF in Q8_0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import llama_folder
 from safetensors.torch import load_file, save_file
 
 NAMES = {
@@ -17,7 +18,39 @@ NAMES = {
 """GGUF's names of a layer's parts."""
 
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-"""Its names of the rest."""
+"""GGUF's names of the other tensors."""
+
+
+def saved_llama(kv_heads: int, layers: int, root: Path) -> str:
+    """Write a Llama of hidden size 1024, 16 heads and random weights, unless it is there; return its folder."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(llama_folder(1024, layers, group=16 // kv_heads))
+    config.max_position_embeddings = 8192
+    return _saved(config, root / f"llama-1024-{layers}-kv{kv_heads}")
+
+
+def saved_experts(layers: int, root: Path) -> str:
+    """Write ``layers`` random layers of Qwen3-30B-A3B with few tokens' embeddings, unless they are there."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=8192, mlp_only_layers=[], tie_word_embeddings=False,
+    )  # fmt: skip
+    return _saved(config, root / f"qwen3-30b-a3b-{layers}")
+
+
+def _saved(config: Any, folder: Path) -> str:
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+    return str(folder)
 
 
 def tensors_of(folder: str) -> dict[str, torch.Tensor]:
@@ -62,12 +95,14 @@ def write_gguf(plain: str, file: Path) -> str:
     if file.exists():
         return str(file)
     config = json.loads((Path(plain) / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, "llama")
+    unfinished = file.with_suffix(".part")
+    writer = gguf.GGUFWriter(unfinished, "llama")
     _write_sizes(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors_of(plain).items():
         part = name.removesuffix(".weight")
-        if (kind := part.rpartition(".")[2]) in heads:  # llama.cpp rotates neighbours, transformers halves
+        # llama.cpp rotates neighbouring dims, and transformers rotates halves.
+        if (kind := part.rpartition(".")[2]) in heads:
             halves = tensor.view(heads[kind], 2, -1, tensor.shape[1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
@@ -77,6 +112,7 @@ def write_gguf(plain: str, file: Path) -> str:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished.rename(file)
     return str(file)
 
 

@@ -16,15 +16,15 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PROMPT_LEN, OUTPUT_LEN = 64, 512
 SLACK = 1.05
-"""Load limit over the steady state's mean."""
+"""The load limit over the steady state's mean."""
 
 
 def main() -> None:
     """Print a line per number of R-workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=4096, help="seats (4096)")
-    parser.add_argument("--r-workers", default="1,8,64,256", metavar="LIST", help="(1,8,64,256)")
-    parser.add_argument("--steps", type=int, default=200, help="timed (200)")
+    parser.add_argument("--running", type=int, default=4096, help="sequences that run at once (4096)")
+    parser.add_argument("--r-workers", default="1,8,64,256", metavar="LIST", help="numbers of R-workers (1,8,64,256)")
+    parser.add_argument("--steps", type=int, default=200, help="timed steps (200)")
     args = parser.parse_args()
     print("R-workers | running | simulated steps per second")
     for num_r_workers in map(int, args.r_workers.split(",")):
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(seats: int, num_r_workers: int, num_steps: int) -> tuple[int, float]:
-    """Sequences that run at the end, and steps per second after the first sequences have ended."""
+    """Return the sequences that run at the end, and steps per second after the first sequences have ended."""
     model = StepModel(32, MeasuredSPart((1, 4096), (1e-3, 9e-3), (1e-3, 2e-3)), RPart(1e-7), num_r_workers)
     limits = Limits(
         max_num_seqs=seats,

@@ -1,4 +1,4 @@
-"""What does a token cost where an index picks what it reads? python benchmarks/sparse_attention.py
+"""The cost of a token whose attention reads what an index picks: python benchmarks/sparse_attention.py
 
 One decode of one layer over random rows of a long sequence, on one R-worker in this process, at DeepSeek-V3.2's shape
 (64 index heads of 128 dims, 2,048 tokens picked; 128 query heads over latent rows of 576) and at MiniMax-M3's (4 index
@@ -35,11 +35,16 @@ BLOCK_SIZE, APPENDED, PEAK_BYTES = 128, 1 << 14, 1 << 28
 def main() -> None:
     """Fill, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[65_536, 1_048_576])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--read-ahead", choices=READ_AHEAD, default="run", help="as an R-worker finds out at its start")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to measure (all)")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[65_536, 1_048_576], help="lengths (65536 1048576)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the R-worker (1)")
+    parser.add_argument("--repeats", type=int, default=9, help="number of repeats (9)")
+    parser.add_argument(
+        "--read-ahead",
+        choices=READ_AHEAD,
+        default="run",
+        help="way to prefetch, which an R-worker measures at its start (run)",
+    )
     options = parser.parse_args()
     peaks = _rworker.Peaks(num_threads=options.threads, num_bytes=PEAK_BYTES * options.threads)
     for name in options.shapes:
@@ -51,7 +56,7 @@ def main() -> None:
 def measured(
     layers: tuple[Layer, ...], num_tokens: int, options: argparse.Namespace, peaks: _rworker.Peaks
 ) -> dict[str, float]:
-    """Figures of one shape and length."""
+    """Return the figures of one shape and length."""
     rng = np.random.default_rng(1)
     worker = _rworker.RWorker(
         layers=list(layers),
@@ -99,7 +104,7 @@ def measured(
 def _step(
     worker: _rworker.RWorker, layers: Sequence[Layer], rng: np.random.Generator, span: tuple[int, int, int, int]
 ) -> list[float]:
-    """One step of random rows; seconds of each layer."""
+    """Run one step of random rows; return the seconds of each layer."""
     _, _, count, attends = span
     worker.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     seconds = []
@@ -107,12 +112,12 @@ def _step(
         q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
         fresh = (
             count if layer.ranks_tokens or attends else APPENDED // 64
-        )  # of equal index keys the first would be picked
+        )  # Of equal index keys the first ones would be picked.
         k, v = (
             np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)
         )
-        if layer.query_dim > layer.key_head_dim:  # the bits of 1.0
+        if layer.query_dim > layer.key_head_dim:  # These are the bits of 1.0.
             q[..., layer.key_head_dim :] = (0, 0x3F80)
         o = np.empty((len(q), layer.num_heads, layer.value_head_dim), np.uint16)
         start = time.perf_counter()
@@ -123,7 +128,7 @@ def _step(
 
 
 def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
+    """Return numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
     return rng.integers(0x3F00, 0x4000, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
 
 

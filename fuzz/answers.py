@@ -1,4 +1,4 @@
-"""An S-worker's view of an R-worker, fed answers of any kind."""
+"""The S-worker's side of a session with an R-worker, fed answers of any kind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Welcome
+from fastdecode.core.auditing import AuditMode, AuditQuestion
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 
 class AnswersRun:
-    """An S-worker's side: whatever an R-worker answers is used, refused, or the loss of that R-worker."""
+    """An S-worker's side: whatever an R-worker answers is used, refused, or makes that R-worker lost."""
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -30,7 +31,7 @@ class AnswersRun:
         self._lease = LEASE if self._provider.ConsumeIntInRange(0, 1) else None
 
     def run(self) -> None:
-        """Only the documented errors come out of it."""
+        """Check that only the documented errors come out of it."""
         worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE, self._lease)
         in_ranges = self._in_ranges
         plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1 + in_ranges)], SPAN),))
@@ -43,6 +44,8 @@ class AnswersRun:
             worker.begun()
             worker.submit(0, 0, (q, k, v, o[:0] if in_ranges else o, partials))
             worker.wait(0)
+            asked = [AuditQuestion(AuditMode(mode), 1, 0, 1, 2, q[:1] if mode == 1 else None) for mode in (0, 1, 4)]
+            worker.audit(asked)()
             worker.end_step()
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
@@ -60,7 +63,7 @@ class AnswersRun:
         if not provider.remaining_bytes():
             raise End("the fuzzer has no more bytes")
         kinds = [Kind.WELCOME, Kind.PONG, Kind.READY, Kind.OUTPUT, Kind.REPORT, Kind.EXPORTED, Kind.DATA, Kind.REFUSED]
-        kinds += [Kind.HELD, Kind.RECORDED, Kind.RECALLED]
+        kinds += [Kind.HELD, Kind.RECORDED, Kind.RECALLED, Kind.AUDITED]
         expected = self._expected()
         kind = expected if provider.ConsumeIntInRange(0, 15) else provider.PickValueInList(kinds)
         body = self._body(kind)
@@ -74,15 +77,16 @@ class AnswersRun:
         return [HEADER.pack(MAGIC, VERSION, *fields), body]
 
     def _expected(self) -> Kind:
-        """What the last question wants answered."""
+        """Return the kind of answer that the last question wants."""
         last = self._channel.answers[-1] if self._channel.answers else Kind.HELLO
         wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
         wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
         wanted |= {Kind.RECORD: Kind.RECORDED, Kind.RECALL: Kind.RECALLED, Kind.INVENTORY: Kind.HELD}
+        wanted |= {Kind.AUDIT: Kind.AUDITED}
         return wanted.get(last, Kind.DATA)
 
     def _body(self, kind: Kind) -> bytes:
-        """A right one, mostly."""
+        """Return a correct body, in most cases."""
         provider = self._provider
         if kind is Kind.WELCOME:
             known = messages.fingerprint(self._layout, BLOCK_SIZE)

@@ -161,6 +161,13 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
     """Raise ProfileError unless the layers of ``shape`` are those of ``profile``; KV heads and windows may differ."""
+    if shape.multiplies_int8 != profile.shape.multiplies_int8:
+        theirs, ours = (
+            ("with" if each else "without") for each in (profile.shape.multiplies_int8, shape.multiplies_int8)
+        )
+        raise ProfileError(
+            f"the profile was measured {theirs} --quantization int8, and {shape.name} runs {ours}: give both the same"
+        )
     others = ("name", "num_layers", "num_kv_heads", "windows", "chunked", "max_context", "weight_bits")
     sizes = [field.name for field in fields(ModelShape) if field.name not in others]
     unlike = next((size for size in sizes if getattr(shape, size) != getattr(profile.shape, size)), None)

@@ -1,5 +1,7 @@
-"""What the inner loops of NEON's products cost beside those of AVX-512: instructions per KV byte, counted in the
-assembly that g++ makes, and KV bytes per cycle of a Neoverse V2 by llvm-mca. Prints a table.
+"""The cost of the inner loops of NEON's products beside those of AVX-512.
+
+Prints a table of instructions per KV byte, counted in the assembly that g++ makes, and of KV bytes per cycle of a
+Neoverse V2 by llvm-mca.
 
     python scripts/inner_loops.py [--mca llvm-mca-19]
 
@@ -131,7 +133,7 @@ def cycles(mca: str, loop: Sequence[str]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mca", default="llvm-mca", help="(%(default)s)")
+    parser.add_argument("--mca", default="llvm-mca", help="program of llvm-mca (%(default)s)")
     parser.add_argument("--show", action="store_true", help="each round of NEON, too")
     options = parser.parse_args()
     print("| loop | rows | instructions per KV byte, NEON | AVX-512 | ratio | KV bytes per cycle, NEON |")

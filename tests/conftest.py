@@ -1,4 +1,4 @@
-"""What every test rests on: the installed package, one torch thread, no deadlines on a shared machine."""
+"""Set-up of all tests: the installed package, one torch thread, and no Hypothesis deadlines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from helpers.servers import RunningServer
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker, which may come after torch here
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker does, but torch may be imported earlier here
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
-"""Another build of ``fastdecode._rworker`` to test (`make emulated`): a file; only tests that name an ``isa`` run."""
+"""File of another build of ``fastdecode._rworker`` (`make emulated`); then only tests with an ``isa`` run."""
 
 if EXTENSION:
     spec = importlib.util.spec_from_file_location("fastdecode._rworker", EXTENSION)
@@ -50,8 +50,9 @@ SHARED = {
         "test_tool_calls",
     },
 }
-"""Modules that share a resource are run one after another, by one process: MPI jobs, whose ranks never sleep, what
-measures or pins cores, and what asks one server. They come first, since they take longest."""
+"""Modules that share a resource; one process runs them one after another, and before all others.
+These are MPI jobs, whose ranks never sleep, tests that measure or pin cores, and tests that share a server.
+"""
 
 subprocess.Popen = ForkedPopen  # type: ignore[misc]  # those that the product starts, too
 
@@ -60,7 +61,7 @@ settings.load_profile("shared-machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What transformers generates (helpers/model_zoo.py) is kept for all processes of this run."""
+    """Make all processes of this run share what transformers generates (helpers/model_zoo.py)."""
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="references")
         config.add_cleanup(folder.cleanup)
@@ -69,18 +70,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Processes of ``pytest -n`` import their share of the modules first, so that not each compiles all of them where
-    there is no bytecode yet."""
+    """Let each ``pytest -n`` process import a share of the modules first, so that not each compiles all of them."""
     if hasattr(session.config, "workerinput"):
         told = session.config.workerinput
         for path in sorted(TESTS.rglob("test_*.py"))[int(told["workerid"][2:]) :: told["workercount"]]:
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # which is told when it is collected
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the module reports the error
                 importlib.import_module(".".join(path.relative_to(TESTS).with_suffix("").parts))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Tests send Ctrl-C, which a shell's background jobs ignore, and so do the processes that they start."""
+    """Undo the ignoring of Ctrl-C, which a shell's background jobs and their children inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -88,7 +88,7 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """Tests start with one torch thread, whatever an engine before them chose; torch is not imported for it."""
+    """Start each test with one torch thread, without importing torch."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
@@ -96,7 +96,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the demo model with a chat template, for all tests that leave it as it was."""
+    """A server of the demo model with a chat template, for tests that do not change it."""
     from helpers.servers import CHAT_TEMPLATE, MODEL, serving
 
     flags = ["--served-model-name", f"{MODEL},other", "--chat-template", CHAT_TEMPLATE, "--max-num-seqs", "32"]
@@ -108,7 +108,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    """A key that both sides may use."""
+    """A key file that both sides may use."""
     path = tmp_path / "key"
     path.write_text("5" * 64)
     path.chmod(0o600)
@@ -117,7 +117,7 @@ def key_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mpi_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which Open MPI keeps this test's shared memory, apart from what other jobs have."""
+    """The folder of Open MPI's shared memory for this test alone."""
     folder = tmp_path / "segments"
     folder.mkdir()
     monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(folder))
@@ -125,7 +125,7 @@ def mpi_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def native_isas() -> list[str]:
-    """What the installed extension runs on this CPU; asked in another process if this one tests another extension."""
+    """Return the instruction sets of the installed extension on this CPU."""
     if not EXTENSION:
         from fastdecode import _rworker
 
@@ -135,26 +135,23 @@ def native_isas() -> list[str]:
 
 
 def isa_of(item: pytest.Item) -> str | None:
-    """The instruction set that a test is for, None where it names none."""
+    """Return the instruction set that a test names; None if it names none."""
     return item.callspec.params.get("isa") if hasattr(item, "callspec") else None
 
 
 def group_of(module: str) -> str:
-    """The resource that a module shares, or the module itself."""
+    """Return the resource that a module shares, or the module itself."""
     return next((resource for resource, modules in SHARED.items() if module in modules), module)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups first. Slow besides what is marked so: kernel tests of all instruction sets but this CPU's best one.
+    """Put groups first, mark slow and thorough kernel tests, and choose tests for another extension.
 
-    With RWORKER_EXTENSION: tests of instruction sets that cannot run otherwise, and those of `test_emulation`.
-
-    RWORKER_TESTED names other instruction sets to leave out; empty: none.
-
-    What is `thorough` is for ``make test-all``. So are kernel tests of `avx512_vnni` where `avx512_bf16` runs, whose
-    kernels are the same but for bfloat16 caches, where `avx512_vnni` has those of `avx512`; and of the instruction sets
-    below this CPU's best one all but every other case, of those above it, which are emulated, all but every third, each
-    set beginning with another one.
+    Slow, besides marked tests: kernel tests of all instruction sets except this CPU's best. With RWORKER_EXTENSION:
+    only tests of instruction sets that cannot run otherwise, and `test_emulation`. RWORKER_TESTED names other
+    instruction sets to leave out; empty: none. Thorough tests run in ``make test-all``. They include kernel tests of
+    `avx512_vnni` where `avx512_bf16` runs, since these share most kernels. They also include every other case of lower
+    instruction sets, and two in three cases of emulated ones.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
@@ -184,7 +181,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class WholeModules(LoadScopeScheduling):
-    """Hands a module to one process, for the sake of its fixtures, and all that share a resource to the same one."""
+    """Gives each module to one process, so that its fixtures are made once, and a shared resource to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::")[0]
@@ -193,6 +190,6 @@ class WholeModules(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeModules:
-    """Of ``pytest -n``: in the order in which tests were collected."""
+    """Return the scheduler of ``pytest -n``: modules in the order of collection."""
     config.option.loadscopereorder = False
     return WholeModules(config, log)

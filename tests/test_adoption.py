@@ -1,5 +1,7 @@
-"""Sequences that outlive their engine: another scheduler takes naive R-workers over between any two steps, and each of
-its steps is recounted."""
+"""Sequences that outlive their engine.
+
+Another scheduler adopts naive R-workers between any two steps, and each of its steps is recounted.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ PLACINGS = {"whole": WHOLE, "copies": Placing(copies=2), "ranges": Placing(32), 
 
 
 def jobs_of(rng: np.random.Generator) -> list[Job]:
-    """Some of one sample and some of several; half begin alike."""
+    """Return jobs, some of one sample and some of several; half of the prompts begin alike."""
     common = rng.integers(10, 99, 60).tolist()
     jobs = []
     for number in range(6):
@@ -37,7 +39,7 @@ def jobs_of(rng: np.random.Generator) -> list[Job]:
 
 
 class Journaled:
-    """A run, and what a journal has of it."""
+    """A run, and the records that a journal has of it."""
 
     def __init__(self, limits: Any, jobs: list[Job], schedule: str = "stall-free") -> None:
         self.run = Run(schedule, limits, jobs)
@@ -61,8 +63,10 @@ class Journaled:
 
     @property
     def held(self) -> dict[int, list[HeldSequence]]:
-        """By R-worker; blocks that are shared have the same number. The step that came next was not ended, which spoils
-        the states of prompts."""
+        """The sequences held by each R-worker; shared blocks have the same number.
+
+        The step after the last was not ended, which spoils the states of prompts.
+        """
         prompts = {each.tail.cache_id for each in self.run.scheduler.store.residents.prompts.values()}
         found: dict[int, list[HeldSequence]] = {}
         numbers: dict[int, int] = {}
@@ -74,8 +78,11 @@ class Journaled:
 
 
 def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_prompts: bool) -> list[int]:
-    """``second`` takes over what ``first`` left, and ends all; returns for each sequence of which R-workers had heard
-    how many of its tokens are computed again: they hear of a prompt's further samples a step later."""
+    """Let ``second`` adopt what ``first`` left, and run to the end.
+
+    Return, for each sequence that R-workers know, how many of its tokens are computed again. R-workers learn of a
+    prompt's further samples a step later.
+    """
     run, again = second.run, []
     known = {name: tokens for past in pasts.values() for name, tokens in past.cached_tokens(whole_prompts).items()}
     held = {each.cache_id for several in first.held.values() for each in several}
@@ -106,8 +113,11 @@ def go_on(first: Journaled, second: Journaled, pasts: dict[int, Past], whole_pro
 
 @pytest.mark.parametrize("name", ["copies", "ranges", "both"])
 def test_rows_of_a_first_step_are_not_known_before_it_is_written(name: str, tmp_path: Path) -> None:
-    """An R-worker is lost with its engine. The next one may lose another in its first step, so that rows of it are
-    wrong, and be killed before it says so: the third takes nothing that was not there before that step."""
+    """An R-worker is lost with its engine, and the next engine is killed in its first step.
+
+    That engine may lose another R-worker in this step, so that rows are wrong before it says so. The third engine
+    therefore takes nothing that was not there before that step.
+    """
     num_cut = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -133,7 +143,7 @@ def test_rows_of_a_first_step_are_not_known_before_it_is_written(name: str, tmp_
 
 
 def cut_of(past: Past, held: list[HeldSequence]) -> int:
-    """How many sequences of ``past`` that decode are not all there; what is known of each must be ``held``."""
+    """Return how many decoding sequences of ``past`` are not wholly held. What is known of each must be in ``held``."""
     known, num_cut = past.cached_tokens(False), 0
     for sequence_id, sample in enumerate(past.samples, past.asked.sequence_id):
         if not sample.token_ids or sample.ended:
@@ -154,9 +164,11 @@ def cut_of(past: Past, held: list[HeldSequence]) -> int:
     ids=[*PLACINGS, "states", "copies of states"],
 )
 @pytest.mark.parametrize("num_blocks", [1000, 60], ids=["room", "tight"])
-def test_sequencesresume_session_where_they_lie(name: str, state_blocks: int, num_blocks: int) -> None:
-    """With room for all none of what was cached of those that decode is computed again, but where one R-worker in three
-    has come back empty."""
+def test_sequences_resume_where_they_lie(name: str, state_blocks: int, num_blocks: int) -> None:
+    """With room for all, no cached token of a decoding sequence is computed again.
+
+    In one run of three an R-worker has come back empty, and then some are.
+    """
     placing, num_again, num_begun = PLACINGS[name], 0, 0
     for seed in range(12) if SEES_ALL else (0, 1, 11):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Tool calls and thoughts in the texts of model families: read back from each chat template, whole and in pieces."""
+"""Tool calls and thoughts of model families, read back from each chat template's text, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def cases(family: Family) -> list[dict[str, Any]]:
     found = []
     for thinks, says, calls in itertools.product((False, True), ("", "I look.\n\n  Now:", "Hello <b>"), lists):
         if (says and calls and not family.text_beside_calls) or not (says or calls) or (thinks and not family.thinks):
-            continue  # no message of this family
+            continue  # The family's template does not write such a message.
         found.append(message(family, thinks, says, calls))
     return found
 
 
 def rendered(family: Family, given: dict[str, Any]) -> tuple[str, str]:
-    """The prompt, and the text that the model writes after it, without its end."""
+    """Return the prompt, and the text that the model writes after it, without its end."""
     kwargs = family.kwargs[0 if "reasoning_content" in given else 1]
 
     def render(messages: list[Any], **more: Any) -> str:
@@ -87,7 +87,7 @@ def rendered(family: Family, given: dict[str, Any]) -> tuple[str, str]:
         return str(texts[0])
 
     prompt, whole = render([USER], add_generation_prompt=True), render([USER, given])
-    if not whole.startswith(prompt):  # a thought that the template opens, and the message has not
+    if not whole.startswith(prompt):  # The template opens a thought, but the message has none.
         prompt = render([USER], add_generation_prompt=False)
         cut = next(len(prompt) + len(mark) for mark in (MINIMAX, IM) if whole.startswith(prompt + mark))
         prompt, whole = whole[:cut], whole
@@ -112,7 +112,7 @@ def reading_of(syntax: AnswerSyntax, prompt: str, **more: Any) -> AnswerReading:
 
 
 def read(reading: AnswerReading, text: str, cuts: Sequence[int] = ()) -> dict[str, Any]:
-    """What a client joins the parts of the message to."""
+    """Return what a client joins the parts of the message to."""
     writer = ChatWriter(reading, "answer")
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for end, finished in [*((cut, False) for cut in cuts), (len(text), True)]:
@@ -126,12 +126,12 @@ def read(reading: AnswerReading, text: str, cuts: Sequence[int] = ()) -> dict[st
 @pytest.mark.parametrize("by_name", [False, True], ids=("by_template", "by_name"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_template_writes_is_read_back(name: str, by_name: bool) -> None:
-    """Thoughts, text, names, arguments of all types, and ids that the template takes again."""
+    """Thoughts, text, names, arguments of all types, and ids that the template accepts again are read back."""
     family = FAMILIES[name]
     syntax = syntax_of(family, by_name)
     for given in cases(family):
         if syntax.starts_with and "reasoning_content" not in given:
-            continue  # such a parser takes any beginning for a thought
+            continue  # Such a parser takes any beginning for a thought.
         prompt, text = rendered(family, given)
         found = read(reading_of(syntax, prompt), text)
         assert found["content"] == given["content"], text
@@ -152,7 +152,7 @@ def test_what_a_template_writes_is_read_back(name: str, by_name: bool) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_stream_is_read_as_the_whole_however_it_is_split(name: str) -> None:
-    """And what was read of a beginning is the same whatever its pieces were: streams are read again from there."""
+    """The pieces of a stream do not matter, nor do they for a beginning, from which streams are read again."""
     family, draw = FAMILIES[name], random.Random(name)
     syntax = syntax_of(family)
     texts = [rendered(family, given) for given in cases(family)]
@@ -222,7 +222,7 @@ def test_calls_of_no_offered_function_stay_text(name: str) -> None:
     found, none = read(other, text), read(AnswerReading(syntax=syntax, prompt=prompt), text, range(len(text)))
     assert not found["tool_calls"] and "get_weather" in found["content"]
     assert not none["tool_calls"] and "get_weather" in none["content"]
-    if name != "gpt_oss":  # whose other delimiters are dropped
+    if name != "gpt_oss":  # The other families' further delimiters are dropped.
         assert found["content"].strip() == none["content"].strip() == text[text.index(none["content"].strip()) :]
 
 
@@ -256,7 +256,7 @@ def test_a_parser_whose_models_leave_out_the_first_mark(text: str, thoughts: str
 
 
 def test_the_tokenizer_s_own_template_goes_first() -> None:
-    """With what transformers gives templates: anchors by pattern, implicit ends, fields by other names."""
+    """A template that transformers adds goes first; it has anchors by pattern, implicit ends and other field names."""
     own = {
         "start_anchor_pattern": r"<bot>\s",
         "fields": {
@@ -306,7 +306,7 @@ def test_thoughts_that_clients_send_back_have_the_name_that_a_template_reads() -
 
 
 def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> None:
-    """The others are left out of it, as without calls; a request that offers no tools hides all."""
+    """Tokens that delimit calls stay in the text and others do not; without tools the text hides them all."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({piece: number for number, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

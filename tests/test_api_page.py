@@ -27,17 +27,17 @@ import vllm_table  # noqa: E402
 PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
 
 INTERNAL = {"scheduler", "replace_scheduler"}
-"""Public for the tests' and the benchmarks' sake, and no part of what a user is promised."""
+"""Names that are public for tests and benchmarks only, and not promised to users."""
 
 
 def shown(name: str) -> list[str]:
-    """Return what each entry of the list under the heading ``name`` begins with."""
+    """Return how each entry of the list under the heading ``name`` begins."""
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
     return re.findall(r"^- `([^`]*)`:", section, re.MULTILINE)
 
 
 def methods(kind: type) -> list[str]:
-    """Every public method and property of ``kind``, with its arguments and their defaults."""
+    """Return every public method and property of ``kind``, with its arguments and their defaults."""
     found = [_signature(kind.__name__, kind.__init__)]
     for name, member in vars(kind).items():
         if isinstance(member, property) and not name.startswith("_"):
@@ -56,7 +56,7 @@ def _signature(name: str, function: Any) -> str:
 
 
 def arguments(kind: type) -> list[str]:
-    """Every field of a dataclass, with its default where it has one."""
+    """Return every field of a dataclass, with its default where it has one."""
     return [each.name if each.default is MISSING else f"{each.name}={each.default!r}" for each in fields(kind)]
 
 

@@ -1,4 +1,4 @@
-"""An R-worker of ARM, under qemu, beside one of this machine: `make arm-python` names its program and runs this."""
+"""An R-worker of ARM under qemu beside one of this machine: `make arm-python` names its program and runs this file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not PROGRAM, reason="needs an R-worker of ARM: m
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """One R-worker of ARM and one of this machine."""
+    """Start one R-worker of ARM and one of this machine; return their pool's address."""
     with ExitStack() as processes:
         _, here = processes.enter_context(r_workers.listening())
         monkeypatch.setenv(r_workers.PROGRAM, PROGRAM)
@@ -32,7 +32,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def generated(**settings: Any) -> tuple[list[list[int]], np.ndarray, list[str]]:
-    """The tokens of all prompts, the KV tokens that each R-worker attended, and their instruction sets."""
+    """Return the tokens of all prompts, the KV tokens that each R-worker attended, and their instruction sets."""
     with LLM(**SMALL | settings) as llm:
         loads: list[tuple[int, ...]] = []
         llm.engine.on_step = lambda record: loads.append(record.kv_loads)
@@ -49,7 +49,7 @@ def test_tokens_of_a_mixed_pool_in_one_arithmetic(pool: str) -> None:
 
 
 def test_a_mixed_pool_of_unlike_arithmetic_serves(pool: str) -> None:
-    """Which tokens differ is not said: each R-worker rounds in its own way."""
+    """Both R-workers serve; tokens are not compared, since each R-worker rounds in its own way."""
     tokens, loads, isas = generated(r_workers=pool)
     assert isas[0].startswith("neon") and not isas[1].startswith("neon") and (loads > 0).all()
     expected, _, _ = generated(kv_cache_memory="64MiB")

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a step leaves a backend over processes in order: the step is abandoned, the next is right."""
+"""Ctrl-C at any moment of a step abandons the step of a backend over processes, and the next step is right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[PoolBackend]:
 
 
 def test_ctrl_c_at_any_moment(backend: PoolBackend) -> None:
-    """From another thread, since the test's time limit has the process's alarm."""
+    """The interrupt comes from another thread, since the test's time limit uses the process's alarm."""
     contract.run(backend, contract.FIRST)
     backend.begin_step(contract.plan(STEP))
     wanted = steps_outputs(backend)
@@ -54,14 +54,17 @@ def test_ctrl_c_at_any_moment(backend: PoolBackend) -> None:
 
 
 def press_until(caught: threading.Event, thread_id: int, delay: float) -> None:
-    """Ctrl-C after delay seconds; again where it was lost: Python drops what its collector's callbacks raise."""
+    """Send Ctrl-C after ``delay`` seconds, and again where it was lost.
+
+    Python drops exceptions that its collector's callbacks raise.
+    """
     while not caught.wait(delay):
         signal.pthread_kill(thread_id, signal.SIGINT)
         delay = 5.0
 
 
 def steps_outputs(backend: PoolBackend) -> list[bytes]:
-    """o of every layer and mini-batch of STEP, both under way at once."""
+    """Return o of every layer and mini-batch of STEP, with both mini-batches under way at once."""
     outputs = []
     for layer in range(len(contract.LAYERS)):
         for index in range(2):

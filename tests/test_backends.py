@@ -48,7 +48,10 @@ Makers = dict[str, Callable[[], AttentionBackend]]
 
 @pytest.fixture(scope="module")
 def makers() -> Iterator[Makers]:
-    """Each makes a backend of two workers; those over TCP are served by the same two processes, one after another."""
+    """Yield functions that each make a backend of two workers.
+
+    Backends over TCP are served by the same two processes, one after another.
+    """
     with ExitStack() as processes:
         listening = [r_workers.listening() for _ in range(2 * ("tcp" in BACKENDS))]
         addresses = [processes.enter_context(each)[1] for each in listening]
@@ -64,7 +67,7 @@ def makers() -> Iterator[Makers]:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, makers: Makers) -> Iterator[AttentionBackend]:
-    """One that is open."""
+    """Yield an open backend."""
     made = makers[request.param]()
     made.open(LAYOUT)
     yield made
@@ -72,7 +75,7 @@ def backend(request: pytest.FixtureRequest, makers: Makers) -> Iterator[Attentio
 
 
 def test_every_backend_computes_the_same(backend: AttentionBackend) -> None:
-    """As the slow oracle does, nearly; and the bits of R-workers are the same wherever they are."""
+    """Every backend is close to the slow oracle, and R-workers give the same bits wherever they run."""
     oracle, local = FakeBackend(num_workers=2), inproc()
     for each in (oracle, local):
         each.open(LAYOUT)
@@ -84,12 +87,12 @@ def test_every_backend_computes_the_same(backend: AttentionBackend) -> None:
 
 
 def at_home(sequence_id: int, index: int) -> int:
-    """The R-worker of a range."""
+    """Return the R-worker of a range."""
     return (sequence_id + index) % 2
 
 
 def beside(sequence_id: int, index: int) -> int:
-    """The other R-worker."""
+    """Return the other R-worker for a range."""
     return 1 - at_home(sequence_id, index)
 
 
@@ -98,9 +101,9 @@ def beside(sequence_id: int, index: int) -> int:
 def test_a_sequence_over_both_has_the_bits_of_a_whole_one(
     name: str, copy: Callable[[int, int], int] | None, makers: Makers
 ) -> None:
-    """Five ranges in turn, a tail that is filled and one that begins, beside a short sequence.
+    """Five ranges in turn, with a tail that fills and one that begins, have the bits of a whole sequence.
 
-    Of two copies of every range, the tail's too, now one attends and now the other.
+    Where every range has two copies, now one attends and now the other.
     """
     layout = KVLayout((LAYERS[0], replace(LAYERS[2], window=900)), "bfloat16", "float32")
     over_both = RangeDriver(makers[name](), layout, 512, at_home, copy)
@@ -117,7 +120,7 @@ def test_a_sequence_over_both_has_the_bits_of_a_whole_one(
 
 
 def test_reports_are_on_this_clock(backend: AttentionBackend) -> None:
-    """Busy within the step, where there were rows, and nowhere else; the blocks that are free."""
+    """Times of work lie within the step on this process's clock, and free blocks are reported."""
     before = time.perf_counter()
     _, report = run(backend, FIRST)
     after = time.perf_counter()
@@ -137,7 +140,7 @@ def test_reports_are_on_this_clock(backend: AttentionBackend) -> None:
 
 @pytest.mark.parametrize("num_submitted", [0, 1, 2, 3])
 def test_an_abandoned_step_leaves_nothing(backend: AttentionBackend, num_submitted: int) -> None:
-    """Whatever was under way; the controls stay. Abandoning again has no effect."""
+    """Abandoning stops all work, but keeps the controls; abandoning again has no effect."""
     backend.abandon_step()
     run(backend, FIRST)
     backend.begin_step(plan(SECOND, SECOND_CONTROLS))
@@ -155,7 +158,7 @@ def test_an_abandoned_step_leaves_nothing(backend: AttentionBackend, num_submitt
 
 
 def test_a_bad_plan_is_refused_and_the_next_is_not(backend: AttentionBackend) -> None:
-    """On the second worker: the first had begun already."""
+    """The plan is wrong for the second worker only, when the first has begun already."""
     run(backend, FIRST)
     with pytest.raises(BackendError, match="sequence 5"):
         backend.begin_step(plan([([(1, 40, 1, 1)], [(5, 7, 1, 1)])]))
@@ -163,7 +166,7 @@ def test_a_bad_plan_is_refused_and_the_next_is_not(backend: AttentionBackend) ->
 
 
 def test_what_the_oracle_does_not_check(backend: AttentionBackend) -> None:
-    """Unknown sequences, rows of another shape, a step that ends too soon: refused with the worker's name."""
+    """Unknown sequences, rows of another shape and a step that ends too soon are refused with the worker's name."""
     if isinstance(backend, FakeBackend):
         return
     run(backend, FIRST)
@@ -184,7 +187,7 @@ def test_what_the_oracle_does_not_check(backend: AttentionBackend) -> None:
 
 
 def test_sequences_travel(backend: AttentionBackend) -> None:
-    """From worker to worker, and to threads of this process and back; several frames' worth of bytes."""
+    """Sequences of several frames' size move from worker to worker, and to threads of this process and back."""
     run(backend, FIRST)
     data = backend.export(0, 1)
     assert data.dtype == np.uint8 and data.shape == (40 * LAYOUT.kv_bytes_per_token,)
@@ -215,7 +218,7 @@ def test_sequences_travel(backend: AttentionBackend) -> None:
 
 
 def test_a_long_sequence_travels_in_pieces(backend: AttentionBackend) -> None:
-    """More than one frame holds, and more than a socket's buffer."""
+    """A sequence that is larger than a frame and than a socket's buffer moves in pieces."""
     data = np.random.default_rng(0).integers(0, 256, 8000 * LAYOUT.kv_bytes_per_token, np.uint8)
     data.view(np.float32)[~np.isfinite(data.view(np.float32))] = 0
     backend.import_(1, 7, 8000, data)
@@ -224,7 +227,7 @@ def test_a_long_sequence_travels_in_pieces(backend: AttentionBackend) -> None:
 
 
 def test_close_twice_and_serve_the_next(makers: Makers, request: pytest.FixtureRequest) -> None:
-    """What a closed backend held is free for the one after it."""
+    """A backend that is closed leaves its workers free for the next one."""
     for name, make in makers.items():
         for _ in range(2):
             backend = make()
@@ -240,7 +243,7 @@ def test_close_twice_and_serve_the_next(makers: Makers, request: pytest.FixtureR
 
 
 def test_too_little_memory_is_said(makers: Makers) -> None:
-    """One block of this layout takes more than the R-workers of these tests have."""
+    """One block of this layout takes more memory than these tests' R-workers have."""
     large = KVLayout((Dense(64, 64, 512, 512, 1.0),) * 80, "float32", "float32")
     for name, make in makers.items():
         if name != "fake":
@@ -256,7 +259,10 @@ DECODE = [([(1, 40, 1, 1), (2, 20, 1, 1)], ())]
 
 
 def alone(own_cores: bool) -> InprocBackend:
-    """One R-worker in this process; on the S-worker's cores, the S-worker's thread attends in ``collect``."""
+    """Return a backend of one R-worker in this process.
+
+    On the S-worker's cores the S-worker's thread attends in ``collect``.
+    """
     backend = InprocBackend([RWorkerSize(1 << 24, 2)], BLOCK_SIZE, own_cores)
     backend.open(LAYOUT)
     return backend
@@ -268,7 +274,7 @@ def alone_plan(mini_batches: Sequence[tuple[Spans, Spans]]) -> StepPlan:
 
 @pytest.mark.parametrize("own_cores", [False, True])
 def test_on_shared_cores_the_caller_attends(own_cores: bool) -> None:
-    """Not before it collects, where the step has one mini-batch; an abandoned layer is not computed."""
+    """On shared cores a step's one mini-batch is attended only when it is collected; an abandoned layer is not."""
     backend = alone(own_cores)
     oracle = inproc()
     oracle.open(LAYOUT)
@@ -294,7 +300,7 @@ def test_on_shared_cores_the_caller_attends(own_cores: bool) -> None:
 
 
 def test_two_mini_batches_are_attended_at_once() -> None:
-    """The caller works on the second one meanwhile, on whichever cores."""
+    """Whichever cores there are, the caller works on the second mini-batch meanwhile."""
     backend = alone(own_cores=False)
     run_alone = [PROMPT[0], ([(3, 0, 33, 1)], ())]
     backend.begin_step(alone_plan(run_alone))

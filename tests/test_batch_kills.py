@@ -1,4 +1,4 @@
-"""``fastdecode run-batch`` killed with -9 again and again: each row is answered once, as if nothing had happened."""
+"""``fastdecode run-batch``, killed with -9 again and again, answers each row once, as if never killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS += ["--r-threads", "1"]
 
 
 def rows() -> list[dict[str, Any]]:
-    """Greedy, seeded and unseeded, one or several texts; every ninth cannot run."""
+    """Return rows that are greedy, seeded or unseeded, with one or several texts; every ninth cannot run."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 2},
@@ -43,7 +43,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def answers(path: Path) -> dict[str, Any]:
-    """What was said to each custom_id, which must be there once, without what names the answer itself."""
+    """Return the answer to each custom_id, which must be there once, without the answer's own ids."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     for line in lines:
@@ -53,7 +53,7 @@ def answers(path: Path) -> dict[str, Any]:
 
 
 def start(asked: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    """A ``run-batch``; what it prints goes nowhere near ours."""
+    """Start a ``run-batch`` whose output is not printed."""
     command = [FASTDECODE, "run-batch", "-i", str(asked), "-o", str(out), *FLAGS, *more]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -63,18 +63,20 @@ def num_lines(path: Path) -> int:
 
 
 def num_tokens_ahead(journal: Path) -> int:
-    """Output tokens of requests in a journal that have not ended."""
+    """Return the output tokens of requests in a journal that have not ended."""
     pasts = pasts_of(read(journal.read_bytes())[0]).values() if journal.exists() else ()
     return sum(past.num_tokens - len(past.asked.prompt_token_ids) for past in pasts if not past.ended)
 
 
 def test_kills_change_nothing(tmp_path: Path) -> None:
-    """Killed while it starts, between rows and within them, at moments drawn anew for each; every other run keeps a
-    journal, which has tokens of rows that were not answered."""
+    """Kills at random moments, at the start, between rows and within rows, change no answer.
+
+    Every other run keeps a journal, which has tokens of rows that were not answered.
+    """
     asked, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     rng = random.Random(17)
-    assert start(asked, whole).wait() == 1  # for the rows that cannot run
+    assert start(asked, whole).wait() == 1  # The status is 1 since some rows cannot run.
     seen, unanswered = [], 0
     for number in range(NUM_KILLS):
         more = ["--journal", str(tmp_path / "journal")] if number % 2 == 0 else []
@@ -88,7 +90,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         assert process.wait() == -signal.SIGKILL
         seen.append(num_lines(out))
         unanswered += num_tokens_ahead(tmp_path / "journal" / "journal") if more else 0
-        if rng.random() < 0.3 and seen[-1]:  # as where the process died within a write
+        if rng.random() < 0.3 and seen[-1]:  # The file ends as if the process had died within a write.
             os.truncate(out, out.stat().st_size - rng.randrange(1, 40))
     assert 0 < seen[-1] < ROWS and unanswered
     assert start(asked, out, "--journal", str(tmp_path / "journal")).wait() == 1

@@ -1,4 +1,4 @@
-"""``bench attention``: its rows, its formats, its arithmetic and its refusals."""
+"""``bench attention``: its rows, formats, arithmetic and refusals."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ CONTRACT += [
 
 
 def bench(*more: str) -> list[str]:
-    """A benchmark small enough for a test; later flags win."""
+    """Return the arguments of a benchmark small enough for a test; later flags win."""
     return ["bench", "attention", *SMALL, *more]
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
-    """What ``-o json`` prints."""
+    """Return what ``-o json`` prints."""
     assert main(bench("-o", "json", *more)) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def shape(**changed: Any) -> AttentionShape:
-    """The small shape, with some fields of its own."""
+    """Return the small shape with some changed fields."""
     fields: dict[str, Any] = {"isa": "scalar", "kv_cache_dtype": "float32", "num_heads": 4, "num_kv_heads": 2}
     fields |= {"head_dim": 16, "context_len": ContextLen(70, 70), "batch_size": 3, "q_len": 1, "threads": 1}
     return AttentionShape(**{**fields, **changed})
 
 
 def test_latent_rows_are_read_once_for_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
-    """Half the bytes of a cache with values as wide as keys, for the same multiply-adds; right by the oracle."""
+    """Latent rows take half the bytes of keys and values apart, for the same products, and agree with the oracle."""
     apart, latent = rows_of(capsys, "--latent-dim", "0,16", "--num-kv-heads", "1")
     assert latent["latent_dim"] == 16 and latent["max_relative_error"] < 1e-2
     assert 2 * latent["kv_bytes"] == apart["kv_bytes"]
@@ -65,7 +65,7 @@ def test_latent_rows_are_read_once_for_keys_and_values(capsys: pytest.CaptureFix
 
 
 def test_an_index_scans_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys of 16 bits in any cache, one product for each element and head; the best scores are right by the oracle."""
+    """An index scans keys of 16 bits in any cache, with one product per element and head; its best scores are right."""
     asked = "--num-kv-heads", "1", "--kv-cache-dtype", "float32,int8", "--context-len", "70,600", "--q-len", "2"
     rows = rows_of(capsys, *asked, "--index-picks", "50,90")
     assert [row["index_picks"] for row in rows] == [50, 90] * 4
@@ -77,7 +77,7 @@ def test_an_index_scans_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """In its order, and the figures belong together."""
+    """The keys have the contract's order, and the figures agree with each other."""
     (row,) = rows_of(capsys)
     assert list(row)[: len(CONTRACT)] == CONTRACT
     assert row["isa"] == tuning().isa
@@ -85,14 +85,15 @@ def test_json_has_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None
     assert row["kv_bytes"] == 3 * 70 * 2 * 2 * 16 * 2
     assert row["kv_gb_per_s"] == pytest.approx(row["kv_bytes"] / row["seconds_p50"] / 1e9)
     assert row["fraction_of_read_peak"] == pytest.approx(row["kv_gb_per_s"] / row["read_peak_gb_per_s"])
-    ceiling = min(row["scattered_read_gb_per_s"], row["mac_peak_g_per_s"] * 2 / 2)  # two bytes, two query heads each
+    # An element has two bytes and two query heads.
+    ceiling = min(row["scattered_read_gb_per_s"], row["mac_peak_g_per_s"] * 2 / 2)
     assert row["fraction_of_roofline"] == pytest.approx(row["kv_gb_per_s"] / ceiling)
     assert row["seconds_p10"] <= row["seconds_p50"] <= row["seconds_p90"]
     assert 0 < row["max_relative_error"] <= 5e-3
 
 
 def test_a_row_says_which_limit_binds_and_what_bfloat16_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both limits, the smaller by name; tokens per second beside bfloat16, which a bfloat16 row is itself."""
+    """A row has both limits and the smaller one's name, and tokens per second relative to bfloat16."""
     for row in rows_of(capsys, "--kv-cache-dtype", "bfloat16,int8", "--q-len", "1,60"):
         bound = row["arithmetic_gb_per_s"]
         assert row["roofline_gb_per_s"] == pytest.approx(min(row["scattered_read_gb_per_s"], bound))
@@ -102,7 +103,7 @@ def test_a_row_says_which_limit_binds_and_what_bfloat16_does(capsys: pytest.Capt
 
 
 def test_lists_sweep_and_every_dtype_and_isa_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    """The cross product, q_len above 1 included; errors within the dtype's rounding."""
+    """Lists give the cross product, also with q_len above 1, and errors stay within the dtype's rounding."""
     isas = _rworker.supported_isas()
     dtypes = ["float32", "float16", "bfloat16"]
     rows = rows_of(capsys, "--isa", ",".join(isas), "--kv-cache-dtype", ",".join(dtypes), "--q-len", "1,3")
@@ -114,7 +115,7 @@ def test_lists_sweep_and_every_dtype_and_isa_is_exact(capsys: pytest.CaptureFixt
 
 
 def test_shared_prefix_is_needed_once_and_drawn_lengths_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 70 shared tokens 64 lie in a shared block; lengths of a range come from the seed."""
+    """64 of 70 shared tokens lie in a shared block, and lengths of a range come from the seed."""
     prefix = ["--shared-prefix-len", "70", "--context-len", "90"]
     (row,) = rows_of(capsys, *prefix)
     assert row["kv_bytes"] == (64 + 3 * 26) * 128
@@ -126,7 +127,7 @@ def test_shared_prefix_is_needed_once_and_drawn_lengths_stay(capsys: pytest.Capt
 
 
 def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Markdown by default; CSV and JSON lines hold what the file holds; the plot is a PNG."""
+    """Markdown is the default; CSV and JSON lines equal the file's, and the plot is a PNG."""
     path, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     assert main(bench("--context-len", "40,70", "--output-json", str(path), "--plot", str(plot))) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -165,7 +166,7 @@ def test_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_refusals(arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """One clear line, before anything is measured."""
+    """Each refusal is one clear line, before anything is measured."""
     assert main(bench(*arguments)) == status
     captured = capfd.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
@@ -175,7 +176,7 @@ def test_refusals(arguments: list[str], status: int, message: str, capfd: pytest
 def test_the_environments_isa_is_used_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FASTDECODE_ISA is what auto means."""
+    """FASTDECODE_ISA decides what "auto" means."""
     monkeypatch.setenv("FASTDECODE_ISA", "scalar")
     assert rows_of(capsys)[0]["isa"] == "scalar"
     monkeypatch.setenv("FASTDECODE_ISA", "mmx")
@@ -184,7 +185,7 @@ def test_the_environments_isa_is_used_and_checked(
 
 
 def test_roofline_arithmetic() -> None:
-    """bfloat16 at 20 GB/s and 50 G multiply-adds a second: two bytes feed 4 or 8 query heads, hence 25 or 12.5 GB/s."""
+    """At 20 GB/s and 50 G multiply-adds a second bfloat16 allows 25 GB/s for 4 query heads and 12.5 GB/s for 8."""
     tokens, elements = 1000, 2 * 8 * 128
     groups = {group: Roofline(tokens * elements * 2, tokens * elements * group, 20.0, 50.0) for group in (1, 4, 8)}
     assert [roofline.arithmetic_gb_per_s for roofline in groups.values()] == pytest.approx([100.0, 25.0, 12.5])
@@ -193,7 +194,7 @@ def test_roofline_arithmetic() -> None:
 
 
 def test_sizes_are_chosen_to_fill_the_cache() -> None:
-    """16 KiB a token, 1,024 tokens a sequence, 512 MiB: 32 sequences; needed tokens count a prefix once."""
+    """At 16 KiB a token and 1,024 tokens a sequence, 512 MiB are 32 sequences; a prefix's tokens count once."""
     wide = shape(
         num_heads=32, num_kv_heads=32, head_dim=128, context_len=ContextLen.parse("1024"), kv_cache_dtype="bfloat16"
     )
@@ -206,7 +207,7 @@ def test_sizes_are_chosen_to_fill_the_cache() -> None:
 
 
 def test_sweep_is_the_cross_product_with_threads_outermost() -> None:
-    """The peaks are set up once per isa and threads."""
+    """The peaks are measured once per instruction set and number of threads."""
     one = {name: [value] for name, value in vars(shape()).items()}
     shapes = sweep(one | {"threads": [1, 2], "num_heads": [2, 4, 8]})
     assert [(each.threads, each.num_heads) for each in shapes] == [(t, h) for t in (1, 2) for h in (2, 4, 8)]
@@ -215,7 +216,7 @@ def test_sweep_is_the_cross_product_with_threads_outermost() -> None:
 
 
 def test_a_call_leaves_the_cache_as_it_was() -> None:
-    """Every sequence has blocks of its own but for the prefix, and they do not lie in order."""
+    """Every sequence has its own blocks except for the prefix's, and they do not lie in order."""
     many = shape(shared_prefix_len=64, context_len=ContextLen(300, 300), batch_size=8)
     cache = FilledCache(many, many.lengths(1, 0), 0)
     before = [cache.worker.block_table(i) for i in range(8)]
@@ -231,7 +232,7 @@ def test_a_call_leaves_the_cache_as_it_was() -> None:
 
 
 def test_oracle_by_hand() -> None:
-    """Equal scores average the values seen; a query sees itself and what came before."""
+    """Equal scores average the values, and a query sees its own token and those before it."""
     q, k = np.zeros((2, 2, 1), np.float32), np.zeros((3, 1, 1), np.float32)
     v = np.array([3.0, 6.0, 12.0], np.float32).reshape(3, 1, 1)
     np.testing.assert_allclose(exact_attention(q, k, v, 1.0), [[[4.5], [4.5]], [[7.0], [7.0]]])
@@ -239,7 +240,7 @@ def test_oracle_by_hand() -> None:
 
 
 def test_plot_has_a_line_per_group() -> None:
-    """What differs between rows besides the group is named in the label; a range stands at its middle."""
+    """The label names what differs between rows besides the group, and a range stands at its middle."""
     base = {"isa": "avx2", "kv_cache_dtype": "bfloat16", "head_dim": 64, "threads": 1, "q_len": 1}
     base |= {"shared_prefix_len": 0, "num_kv_heads": 8}
     rows = [
@@ -254,7 +255,7 @@ def test_plot_has_a_line_per_group() -> None:
 
 
 def test_peaks() -> None:
-    """Positive, and refused by name."""
+    """Peaks are positive, and unknown ones are refused by name."""
     peaks = _rworker.Peaks(num_threads=1, num_bytes=1 << 22, isa="scalar")
     assert peaks.read() > 0.1
     assert all(peaks.multiply_add(kv_dtype=dtype) > 0.01 for dtype in ("float32", "bfloat16", "int8"))

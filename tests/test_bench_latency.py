@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama on disk, without a tokenizer."""
+    """Save a tiny Llama without a tokenizer and return its folder."""
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
@@ -32,7 +32,7 @@ def command(folder: str, *more: str) -> list[str]:
 def test_batches_are_timed_after_the_warm_up(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two of warm-up and four measured, each of three prompts with two outputs of exactly five tokens."""
+    """Two batches warm up and four are measured, each of three prompts with two outputs of five tokens."""
     batches: list[list[RequestOutput]] = []
     generate = LLM.generate
 

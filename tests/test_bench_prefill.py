@@ -1,4 +1,4 @@
-"""``fastdecode bench prefill`` and ``calibrate --prefill``: over workers of known speed, and over real ones."""
+"""``fastdecode bench prefill`` and ``calibrate --prefill``, with workers of known speed and with real ones."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ TRUE_MODEL = PrefillTimes(
 
 
 class KnownWorkers:
-    """Three workers that take exactly what the model says, 1.25 times as long while others compute; the last one is
-    half as fast."""
+    """Three workers that take exactly the model's times, and 1.25 times as long while others compute.
+
+    The last one is half as fast.
+    """
 
     num_workers = 3
     speeds = (1.0, 1.0, 0.5)
@@ -96,13 +98,13 @@ def test_calibration_finds_rates_speeds_and_parts() -> None:
 
 
 def test_the_other_workers_are_measured_without_prefill_workers() -> None:
-    """Whatever was said of these."""
+    """R-workers are measured though prefill workers were named."""
     config = EngineConfig(prefill_workers="spawn:2", prefill_threads=1, prefill_cores="0")
     assert without_prefill_workers(config) == EngineConfig()
 
 
 def test_rows_stand_beside_predictions_and_formulas(tmp_path: Path) -> None:
-    """Methods take turns; what the model knows exactly is predicted nearly exactly."""
+    """Methods take turns, and the predictions of known times are nearly exact."""
     runner, ticks = KnownWorkers(), []
     plan = replace(PLAN, table_lengths=())
     measured = calibrate_prefill(replace(profile(), shape=SHAPE), runner, plan)
@@ -187,14 +189,14 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_real_workers_are_measured(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every method on two processes: bytes as the formula says, and a table, a file and a picture of it."""
+    """Every method runs on two processes; bytes follow the formula, and a table, a file and a picture are written."""
     path, picture = tmp_path / "prefill.json", tmp_path / "prefill.png"
     given = ["--model", folder, *TINY, "--prefill-lens", "48,96", "--repeats", "1", "--plot", str(picture)]
     assert main(["bench", "prefill", *given, "--output-json", str(path)]) == 0

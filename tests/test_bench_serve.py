@@ -1,4 +1,4 @@
-"""``bench serve``: what it sends, what it makes of streams whole and broken, and vLLM's figures, table and JSON."""
+"""``bench serve``: its requests, its reading of whole and broken streams, and vLLM's figures, table and JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS = {
     "request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
     "max_concurrent_requests", *(f"{each}_{name}_ms" for name in METRICS for each in ("mean", "median", "std", "p99")),
 }  # fmt: skip
-"""What vLLM 0.32 writes with the same flags, but ``rtfx``."""
+"""The keys that vLLM 0.32 writes with the same flags, except ``rtfx``."""
 
 
 def load(url: str, *items: WorkItem, chat: bool = False, at_once: int | None = None) -> list[ServedRequest]:
@@ -46,7 +46,7 @@ def load(url: str, *items: WorkItem, chat: bool = False, at_once: int | None = N
 
 
 def one(*chunks: Chunk, chat: bool = False) -> ServedRequest:
-    """What the client makes of one stream."""
+    """Return what the client reads from one stream."""
     with running(lambda body: list(chunks)) as server:
         return load(server.url + COMPLETIONS, WorkItem([1, 2, 3], 4, prompt="abc"), chat=chat)[0]
 
@@ -55,7 +55,7 @@ def one(*chunks: Chunk, chat: bool = False) -> ServedRequest:
 
 
 def test_a_completion_and_a_chat() -> None:
-    """Token ids where there is no text; the same streaming options, further fields and headers in both."""
+    """Prompts without text are sent as token ids; completions and chats get the same options, fields and headers."""
     same = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.5}
     with running(lambda body: [*completion("a"), DONE]) as server:
         load(server.url + COMPLETIONS, WorkItem([1, 2], 4))
@@ -70,7 +70,7 @@ def test_a_completion_and_a_chat() -> None:
 
 
 def test_requests_are_sent_when_they_are_due() -> None:
-    """Whether or not the ones before have ended."""
+    """Requests are sent when due, whether or not earlier ones have ended."""
     arrivals = [0.0, 0.1, 0.12, 0.4]
     with running(lambda body: [*completion("a", gap=2.5), DONE]) as server:
         served = load(server.url + COMPLETIONS, *(WorkItem([1], 1, seconds) for seconds in arrivals))
@@ -86,14 +86,14 @@ def test_so_many_at_once() -> None:
     assert max(request.queue_seconds for request in served) > 0.1
     assert served[0].queue_seconds < served[8].queue_seconds
     starts = sorted(request.start_seconds for request in served)
-    assert starts[2] - starts[0] > 0.05  # the third waits for one of the first two
+    assert starts[2] - starts[0] > 0.05  # The third request waits for one of the first two.
 
 
 # What comes back.
 
 
 def test_moments_of_a_stream() -> None:
-    """The first token's, and the gaps between the others; lengths are the server's."""
+    """The first token and the gaps between the others are timed; the lengths are those that the server counts."""
     request = one(0.1, *completion("a"), *completion("b", "", gap=0.05), usage(7, 3), DONE)
     assert request.error == "" and request.text == "ab"
     assert (request.prompt_len, request.output_len) == (7, 3)
@@ -108,7 +108,7 @@ def test_without_usage_chunks_are_counted() -> None:
 
 
 def test_the_role_of_a_chat_is_no_token() -> None:
-    """A server may send it long before the first token."""
+    """A server may send a chat's role long before the first token."""
 
     def delta(**fields: Any) -> Chunk:
         return {"choices": [{"index": 0, "delta": fields}]}
@@ -142,7 +142,7 @@ def test_a_broken_stream_is_a_failed_request(chunks: list[Chunk], error: str) ->
 
 
 def test_refusals_and_lost_connections() -> None:
-    """One request's failure leaves the others alone."""
+    """One request's failure does not affect the others."""
     with running(lambda body: 503 if body["prompt"] == [9] else [*completion("a"), DONE]) as server:
         served = load(server.url + COMPLETIONS, WorkItem([9], 1), WorkItem([1], 1))
         assert served[0].error == '503 Service Unavailable: {"error": {"message": "the queue is full"}}'
@@ -173,12 +173,14 @@ def test_figures_by_hand() -> None:
     assert report["request_throughput"] == 1.5 and report["request_goodput"] is None
     assert (report["output_throughput"], report["total_token_throughput"]) == (4.0, 19.0)
     assert report["mean_ttft_ms"] == pytest.approx(300) and report["p50_ttft_ms"] == pytest.approx(300)
-    assert report["mean_tpot_ms"] == pytest.approx((150 + 1000 / 3) / 2)  # the third has one token, so none
+    # The third request has one token, so it has no time per further token.
+    assert report["mean_tpot_ms"] == pytest.approx((150 + 1000 / 3) / 2)
     assert report["median_itl_ms"] == pytest.approx(100) and report["mean_itl_ms"] == pytest.approx(260)
     assert report["mean_e2el_ms"] == pytest.approx((400 + 1300 + 500) / 3)
     assert report["std_ttft_ms"] == pytest.approx(np.std([100, 300, 500]))
     assert report["p99.9_ttft_ms"] == pytest.approx(np.percentile([100, 300, 500], 99.9))
-    assert report["max_output_tokens_per_s"] == 5.0  # 0.1, 0.2, 0.4, 0.8 and 0.9 seconds after the first start
+    # Tokens came 0.1, 0.2, 0.4, 0.8 and 0.9 seconds after the first start.
+    assert report["max_output_tokens_per_s"] == 5.0
     assert report["max_concurrent_requests"] == 2
     assert report["output_lens"] == [3, 4, 1, 0] and report["errors"] == ["", "", "", "503"]
 
@@ -234,7 +236,7 @@ P99 ITL (ms):                            776.00
 
 
 def tokens_for(body: dict[str, Any]) -> list[Chunk]:
-    """As many as are asked for."""
+    """Return as many chunks as ``body`` asks for."""
     count = body.get("max_tokens") or body["max_completion_tokens"]
     given = len(body["prompt"]) if "prompt" in body else 5
     key = "text" if "prompt" in body else "delta"
@@ -243,13 +245,13 @@ def tokens_for(body: dict[str, Any]) -> list[Chunk]:
 
 
 def test_random_prompts_and_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exact lengths, sent as token ids to the end of the output; all of vLLM's keys, and details where asked for."""
+    """Token ids of exact lengths are sent and ignore the end; the JSON has all of vLLM's keys, and details if asked."""
     more = ["--num-prompts", "5", "--input-len", "12", "--output-len", "3", "--num-warmups", "2"]
     more += ["--goodput", "ttft:60000", "--save-result", "--save-detailed", "--result-dir", str(tmp_path / "new")]
     more += ["--result-filename", "r.json", "--metadata", "host=a", "--temperature", "0"]
     with running(tokens_for, MODEL) as server:
         assert main(["bench", "serve", "--base-url", server.url + "/", *more]) == 0
-    assert len(server.asked) == 7  # those that are sent together may come in any order
+    assert len(server.asked) == 7  # Requests that are sent together may arrive in any order.
     assert server.asked[0]["prompt"] in [body["prompt"] for body in server.asked[2:]]
     assert all(len(body["prompt"]) == 12 and body["ignore_eos"] and body["temperature"] == 0 for body in server.asked)
     report = json.loads((tmp_path / "new" / "r.json").read_text())
@@ -261,7 +263,7 @@ def test_random_prompts_and_the_json(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_chat_of_text_at_a_rate(tmp_path: Path) -> None:
-    """ShareGPT's first turns as they are; the last arrives after exactly their number over the rate."""
+    """ShareGPT's first turns are sent unchanged; the last request is sent after exactly their number over the rate."""
     talks = [{"conversations": [{"value": f"question {i}"}, {"value": "yes"}]} for i in range(8)]
     (tmp_path / "s.json").write_text(json.dumps(talks))
     more = ["--dataset-name", "sharegpt", "--dataset-path", str(tmp_path / "s.json"), "--backend", "openai-chat"]
@@ -278,7 +280,7 @@ def test_a_chat_of_text_at_a_rate(tmp_path: Path) -> None:
 
 
 def test_requests_come_faster_and_faster(tmp_path: Path) -> None:
-    """Gaps of one over the rate, where nothing is left to chance; and from the command line, as vLLM writes it."""
+    """Gaps are one over the rising rate where nothing is random, also from the command line as vLLM writes it."""
     evenly = 1e12
     gaps = np.diff(RampUp("linear", 2, 10).arrivals(5, evenly, 0), prepend=0)
     assert gaps == pytest.approx([1 / 2, 1 / 4, 1 / 6, 1 / 8, 1 / 10], rel=1e-4)
@@ -338,7 +340,7 @@ def test_all_failed_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_refusals(flags: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before any request is sent."""
+    """Wrong arguments are refused before any request is sent."""
     with running(tokens_for, MODEL) as server:
         assert main(["bench", "serve", "--base-url", server.url, *flags]) == status
     error = capfd.readouterr().err.strip()
@@ -346,7 +348,7 @@ def test_refusals(flags: list[str], status: int, message: str, capfd: pytest.Cap
 
 
 def test_ctrl_c_prints_what_has_ended_and_torch_is_not_needed() -> None:
-    """In a process of its own: the last request never ends."""
+    """Ctrl-C prints what has ended, in a process without torch whose last request never ends."""
     code = """
 import sys
 from fastdecode.cli.main import main

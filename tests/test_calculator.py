@@ -1,4 +1,4 @@
-"""The calculator's equations in JavaScript beside the planner's own, at random machines, contexts and limits."""
+"""The calculator's equations in JavaScript against the planner's own, for random machines, contexts and limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calibration of this very machine, and what live runs and validate make of a profile: real engines and R-workers.
+"""Calibration of this machine, and profiles in live runs and in validate, with real engines and R-workers.
 
-What is measured here is looked at for its shape alone, since other processes may use this machine too; arithmetic is
-held against seconds that were recorded once (recorded_profile.json).
+Measurements are checked for their shape alone, since other processes may use this machine too. Arithmetic is checked
+against seconds that were recorded once (recorded_profile.json).
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ RECORDED = Path(__file__).with_name("recorded_profile.json")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
 @pytest.fixture(scope="module")
 def profile(folder: str) -> HardwareProfile:
-    """As PLAN once found it, by the name of this machine and this model."""
+    """Return the recorded profile, with this machine and this model as its own."""
     recorded = read_profile(RECORDED.read_text())
     shape = model_shape(EngineConfig(folder, device="cpu", skip_tokenizer_init=True))
     assert dataclasses.replace(recorded.shape, name=shape.name, max_context=shape.max_context) == shape
@@ -81,7 +81,7 @@ def profile(folder: str) -> HardwareProfile:
 
 @pytest.fixture
 def path(profile: HardwareProfile, tmp_path: Path) -> str:
-    """The profile on disk."""
+    """Write the profile and return its path."""
     file = tmp_path / "profile.json"
     file.write_text(write_profile(profile))
     return str(file)
@@ -94,7 +94,7 @@ def live_config(folder: str, path: str, **other: object) -> EngineConfig:
 
 
 def test_everything_is_measured(folder: str) -> None:
-    """A point for every shape asked for, all above zero, and a profile that says whose it is."""
+    """The profile has a point above zero for every shape asked for, and says whose it is."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     ticks: list[int] = []
     profile = Calibrator(config, model_shape(config), PLAN, lambda: ticks.append(1)).run()
@@ -118,7 +118,7 @@ def test_everything_is_measured(folder: str) -> None:
 
 @pytest.mark.thorough
 def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> None:
-    """An engine whose profile has them leaves K and V to R-workers where these answer sooner so."""
+    """An engine with such a profile leaves K and V to R-workers where they answer sooner that way."""
     sparse_zoo.build_model("deepseek_v32", num_hidden_layers=5).save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, r_workers="inproc")
     plan = dataclasses.replace(PLAN, groups=(4,), links=("inproc",), contended=(), num_ranks=2)
@@ -135,6 +135,19 @@ def test_absorption_and_the_scan_of_an_index_are_measured(tmp_path: Path) -> Non
         path.write_text(write_profile(dataclasses.replace(found, r_part=tuple(points))))
         live = with_absorption(dataclasses.replace(config, profile=str(path)))
         assert live.latent_absorption == chosen
+
+
+def test_a_profile_of_int8_products_is_of_that_mode_alone(folder: str, path: str, tmp_path: Path) -> None:
+    """An engine takes a profile of its own mode, and refuses one of the other."""
+    plan = dataclasses.replace(PLAN, batch_sizes=(16,), groups=(4,), links=("inproc",), contended=())
+    config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True, quantization="int8")
+    found = Calibrator(config, model_shape(config), plan, lambda: None).run()
+    assert found.shape.multiplies_int8
+    own = tmp_path / "int8.json"
+    own.write_text(write_profile(found))
+    for file, mode, words in ((path, "int8", "without"), (str(own), None, "with")):
+        with pytest.raises(ProfileError, match=f"measured {words} --quantization int8"):
+            LLMEngine(live_config(folder, file, quantization=mode))
 
 
 @pytest.mark.thorough
@@ -166,7 +179,7 @@ def test_states_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profile: HardwareProfile) -> None:
-    """It is there before the first step, and what steps take does not change it."""
+    """The limit is set before the first step, and step times do not change it."""
     engine = LLMEngine(live_config(folder, path))
     try:
         model = deployed_step_model(profile, engine.s_model.shape, "float32", Deployment(1, 1))
@@ -174,13 +187,13 @@ def test_a_live_load_limit_comes_from_the_profile(folder: str, path: str, profil
         assert engine.scheduler.load_limit.tokens == expected
         items = make_workload(WorkloadSpec(random_input_len=8, random_output_len=40, num_prompts=4), 64, 256, None)
         run_throughput(engine, items)
-        assert engine.scheduler.load_limit.tokens == max(expected, 48)  # never below one longest request
+        assert engine.scheduler.load_limit.tokens == max(expected, 48)  # The limit is never below one longest request.
     finally:
         engine.close()
 
 
 def test_a_target_between_tokens_is_met_by_the_profile(folder: str, path: str) -> None:
-    """No step is timed: the budget is that of the profile's own step times."""
+    """The budget comes from the profile's step times, and no step is timed."""
     config = live_config(folder, path, tbt_target=1e3, max_num_batched_tokens=640)
     engine = LLMEngine(config)
     try:
@@ -196,7 +209,7 @@ def test_a_target_between_tokens_is_met_by_the_profile(folder: str, path: str) -
 def test_others_profiles_are_refused(
     folder: str, path: str, profile: HardwareProfile, field: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By live runs and by validate; plan takes it."""
+    """Live runs and validate refuse another machine's profile, and plan accepts it."""
     machine = MachineIdentity(**{**vars(profile.machine), field: "another"})
     Path(path).write_text(write_profile(dataclasses.replace(profile, machine=machine)))
     with pytest.raises(ProfileError, match=f"another {words}, 'another'.*calibrate"):
@@ -213,7 +226,7 @@ def test_another_models_profile_is_refused(path: str, tmp_path: Path) -> None:
 
 
 def validated(deployment: Deployment, context_len: int, kv_shard_tokens: int | None, kv_heads: int) -> Configuration:
-    """Four sequences on this machine, S on the first core and R on the second where each has its own."""
+    """Return a configuration of four sequences, with S on the first core and R on the second where each has its own."""
     cores = ((0,), (1,)) if deployment.separate_cores else None
     spec = "spawn:2" if deployment.r_worker == "spawn" else "inproc"
     return Configuration("test", deployment, spec, cores, 4, context_len, "float32", kv_heads, kv_shard_tokens)
@@ -247,7 +260,7 @@ def test_a_configuration_is_measured(
 
 
 def recorded_steps(kv_load: float) -> list[Steadied]:
-    """NUM_STEPS steps beside an S anchor that was twice, and an R anchor that was three times as slow as before."""
+    """Return NUM_STEPS steps, with an S anchor twice and an R anchor three times as slow as before."""
     seconds = np.array([9e-3, 4e-3, 2e-3, 1e-3])
     rows = np.array([[*(seconds * step), kv_load] for step in range(1, NUM_STEPS + 1)])
     return [Steadied(rows, drift=2.0, moved=0.01, tries=2), Steadied(rows, drift=3.0, moved=0.02, tries=2)]
@@ -257,13 +270,14 @@ def recorded_steps(kv_load: float) -> list[Steadied]:
 def test_what_was_measured_is_held_against_its_prediction(
     profile: HardwareProfile, deployment: Deployment, context_len: int, kv_shard_tokens: int | None
 ) -> None:
-    """Every column is of that very run: what is predicted follows from its load and the anchors' drift."""
+    """The predicted time follows from the run's own load and the anchors' drift."""
     todo = validated(deployment, context_len, kv_shard_tokens, profile.shape.num_kv_heads)
     row = validated_row(profile, todo, recorded_steps(4 * context_len))
     shape = dataclasses.replace(profile.shape, num_layers=4)
     model = deployed_step_model(profile, shape, "float32", deployment, row.drift)
     model = dataclasses.replace(model, storage=StorageCosts.of(shape, slowness=2.0))
-    parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES  # three closed ranges and a tail of a split each
+    # There are three closed ranges, and a tail of one split, for each sequence.
+    parts = RangeParts(12, 16) if kv_shard_tokens else NO_RANGES
     assert todo.ranges == parts and (row.drift.s_part, row.drift.r_part) == (2.0, 3.0)
     predicted = model.seconds(Load.decode(4, 4 * context_len).with_ranges(parts))
     assert row.predicted_step_seconds == pytest.approx(predicted)
@@ -278,7 +292,7 @@ RECORDED_RANKS = RankSeconds(1, np.array([[12e-3, 4e-3]]), np.array([[4e-3, 3e-3
 
 @pytest.mark.thorough
 def test_two_ranks_are_measured(folder: str, profile: HardwareProfile) -> None:
-    """One thread each, all-reduces in S."""
+    """Each rank has one thread, and the S-part includes the all-reduces."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     ticks: list[int] = []
     found = measure_ranks(profile, config, RANKS, lambda: ticks.append(1))
@@ -288,7 +302,7 @@ def test_two_ranks_are_measured(folder: str, profile: HardwareProfile) -> None:
 
 
 def test_points_of_two_ranks(profile: HardwareProfile) -> None:
-    """A layer is a fourth of what five layers take more than one; plans are told to R-workers, a point of its own."""
+    """A layer is a fourth of the difference between five layers and one, and sending plans has a point of its own."""
     found = read_profile(write_profile(with_rank_points(profile, RANKS, RECORDED_RANKS)))
     assert found.s_part[:-1] == profile.s_part and found.host[:-1] == profile.host
     s_part, host = found.s_part[-1], found.host[-1]
@@ -307,11 +321,12 @@ def test_layers_that_take_no_time_are_no_points(profile: HardwareProfile) -> Non
 
 
 def test_two_ranks_are_held_against_their_prediction(folder: str, profile: HardwareProfile) -> None:
-    """A configuration of theirs follows from their own S-part and the R-part of one thread that holds all heads."""
+    """A prediction takes the ranks' own S-part, and the R-part of one thread that holds all heads."""
     found = with_rank_points(profile, RANKS, RECORDED_RANKS)
     todo = next(each for each in rank_configurations(profile.shape, [0], 2) if each.kv_dtype == "float32")
     todo = dataclasses.replace(todo, batch_size=4, context_len=64, num_kv_heads=profile.shape.num_kv_heads)
-    deployment = dataclasses.replace(todo.deployment, s_threads=1, r_threads=1)  # whatever cores this machine has
+    # The number of threads is fixed, whatever cores this machine has.
+    deployment = dataclasses.replace(todo.deployment, s_threads=1, r_threads=1)
     row = validated_row(found, dataclasses.replace(todo, deployment=deployment), recorded_steps(4 * 64))
     assert row.predicted_s_seconds == pytest.approx(2.0 * (4 * 2e-3 + 2e-3))
     whole = profile.measured_r_part("float32", 1, profile.shape)
@@ -323,7 +338,7 @@ def test_two_ranks_are_held_against_their_prediction(folder: str, profile: Hardw
 
 
 def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: HardwareProfile) -> None:
-    """Within a load limit that the profile gives; how long both take is for `fastdecode validate` to say."""
+    """The load limit comes from the profile; `fastdecode validate` compares the times."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     threads = {point.threads for point in profile.anchors}
     spec = WorkloadSpec(random_input_len=16, random_output_len=24, num_prompts=12)
@@ -333,7 +348,7 @@ def test_an_offline_run_has_the_simulations_schedule(folder: str, profile: Hardw
 
 @pytest.mark.thorough
 def test_r_workers_elsewhere_are_measured_one_by_one(folder: str) -> None:
-    """Over TCP; they serve one session at a time, and the machine's own R-workers are not in the profile."""
+    """R-workers over TCP serve one session at a time; the profile has none of this machine's R-workers."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     with r_workers.listening("--threads", "1", "--kv-cache-memory", "64MiB") as (_, address):
         plan = dataclasses.replace(PLAN, batch_sizes=(16,), links=(address,), contended=(), groups=(4,))
@@ -343,7 +358,7 @@ def test_r_workers_elsewhere_are_measured_one_by_one(folder: str) -> None:
 
 
 def test_a_rig_decodes_at_the_size_asked_for(folder: str) -> None:
-    """Its caches are full though no prompt was computed, and it is empty again afterwards."""
+    """The caches are full though no prompt was computed, and empty again afterwards."""
     config = measuring(EngineConfig(folder, device="cpu", max_model_len=256, kv_cache_memory="16MiB"))
     rig = DecodeRig(config)
     try:
@@ -357,7 +372,7 @@ def test_a_rig_decodes_at_the_size_asked_for(folder: str) -> None:
 
 
 def test_attention_is_rewound(folder: str) -> None:
-    """Steps add a token to each sequence, and rewinding takes them away."""
+    """Steps add a token to each sequence, and rewinding removes these tokens."""
     config = EngineConfig(folder, device="cpu", skip_tokenizer_init=True)
     layout = model_shape(config).kv_layout("int8")
     rig = AttentionRig(r_worker_config(measuring(config), "here", 1, 4 * 128 * layout.kv_bytes_per_token), layout)

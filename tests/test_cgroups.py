@@ -13,7 +13,7 @@ NONE_V1 = "9223372036854771712"
 
 
 class Groups:
-    """A tree of groups on disk, and this process's place in it."""
+    """A tree of control groups on disk, and this process's place in it."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.process = folder / "cgroup", folder / "self"
@@ -24,7 +24,7 @@ class Groups:
         (self.process / "mountinfo").write_text(mounts)
 
     def set(self, group: str, **values: object) -> None:
-        """Write files of a group; "__" in a name is a dot."""
+        """Write files of a group; "__" in a name stands for a dot."""
         folder = self.root / group
         folder.mkdir(parents=True, exist_ok=True)
         for name, value in values.items():
@@ -41,7 +41,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
 
 
 def limits() -> tuple[float, float]:
-    """Free and total memory in GiB."""
+    """Return free and total memory in GiB."""
     return machine.available_memory_bytes() / GIB, machine.total_memory_bytes() / GIB
 
 
@@ -60,7 +60,7 @@ def test_version_1_limits_memory_and_time(groups: Groups) -> None:
 
 
 def test_in_a_container_of_version_1_the_mounted_root_is_the_own_group(groups: Groups) -> None:
-    """Its path names groups that cannot be seen from within."""
+    """In a container the path names groups that cannot be seen from inside."""
     groups.place("4:memory:/docker/abc", "1:cpu,cpuacct:/docker/abc")
     groups.set("memory", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=GIB)
     groups.set("cpu", cpu__cfs_quota_us=100000, cpu__cfs_period_us=100000)
@@ -88,7 +88,7 @@ def test_page_cache_is_free(groups: Groups) -> None:
 
 
 def test_every_group_above_counts(groups: Groups) -> None:
-    """Slurm limits the job, systemd a slice; the step's own group has no limit."""
+    """Slurm limits the job and systemd a slice; the step's own group has no limit."""
     groups.place("0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0")
     groups.set("system.slice", memory__max="max", memory__current=20 * GIB, cpu__max="max 100000")
     job = "system.slice/slurmstepd.scope/job_7"
@@ -108,7 +108,7 @@ def test_a_group_is_throttled_above_its_high_limit(groups: Groups) -> None:
 
 
 def test_both_versions_at_once(groups: Groups) -> None:
-    """As systemd's hybrid hierarchy: version 2 for processes, version 1 for controllers."""
+    """systemd's hybrid hierarchy has version 2 for processes and version 1 for controllers."""
     groups.place("4:memory:/job", "1:name=systemd:/job", "0::/job")
     groups.set("unified/job", cgroup__procs="")
     groups.set("memory/job", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=GIB)

@@ -1,4 +1,4 @@
-"""Some rounds of ``make chaos``, of the kinds that take a second or two each."""
+"""A few rounds of ``make chaos``, of the kinds that take a second or two each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from helpers.forks import relayed
 from helpers.processes import script
 
 FIRST_SEED, ROUNDS = 4650, 10 if SEES_ALL else 5
-"""The first five have all pools, ranges, two copies and drafts, and take about ten seconds of CPU time."""
+"""The first seed and the number of rounds. The first five rounds have all pools, ranges, two copies and drafts; they
+take about ten seconds of CPU time.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_rounds_are_clean() -> None:
-    """Random settings, kills, drains and joins; a round that is unclean is printed with its seed."""
+    """Rounds have random settings, kills, drains and joins; an unclean round is printed with its seed."""
     words = ["chaos", "--small", "--rounds", str(ROUNDS), "--seed", str(FIRST_SEED)]
     command = script(f"import runpy\nsys.argv = {words}\nrunpy.run_module('chaos', run_name='__main__')")
     done = subprocess.run(relayed(command), capture_output=True, text=True, check=False)
@@ -27,7 +29,7 @@ def test_rounds_are_clean() -> None:
 
 
 def test_events_can_befall_their_rounds() -> None:
-    """What takes R-workers comes only where others stand, and all kinds of rounds and events are drawn."""
+    """R-workers are taken only where others remain, and all kinds of rounds and events are drawn."""
     seen = Counter[str]()
     for seed in range(300):
         drawn = draw(seed)
@@ -42,7 +44,7 @@ def test_events_can_befall_their_rounds() -> None:
 
 @pytest.mark.slow
 def test_what_a_round_leaves_behind_is_found(tmp_path: Path) -> None:
-    """A process whose parent is dead, memory without a name, shared memory and a file; and nothing where nothing is."""
+    """A process whose parent is dead, unnamed memory, shared memory and a file are each found."""
     code = f"""
         import mmap, os, subprocess, sys
         from pathlib import Path

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """The demo model, whose tokenizer has no chat template of its own."""
+    """Yield an LLM with the demo model, whose tokenizer has no chat template of its own."""
     with LLM(max_model_len=256, kv_cache_memory="16MiB", s_threads=1) as llm:
         yield llm
 
@@ -82,7 +82,7 @@ def test_a_template_that_does_not_take_them_is_one_clear_error(llm: LLM) -> None
 
 
 def test_chat_generates_from_the_template_s_text(llm: LLM) -> None:
-    """One conversation or several."""
+    """``chat`` takes one conversation or several."""
     one, other = [USER], [{"role": "user", "content": "import "}]
     (expected,) = llm.generate({"prompt_token_ids": list(b"<user>hi<assistant>")}, GREEDY, use_tqdm=False)
     (found,) = llm.chat(one, GREEDY, use_tqdm=False, chat_template=TEMPLATE)

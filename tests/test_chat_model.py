@@ -1,4 +1,4 @@
-"""A real chat model (`make model`): the same tokens as transformers, whatever the R-workers, the cache or the form."""
+"""A real chat model (`make model`) gives transformers' tokens with any R-workers, cache and form of its files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.cli.main import main
 from fastdecode.perfmodel.lab.cli.bench_perplexity import measure_perplexity
 
-# The first to ask for the model waits until it is fetched and converted.
+# The first test that asks for the model waits until it is downloaded and converted.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "get_model.py"
 UNREACHABLE = 69
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SETTINGS = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_memory": "256MiB"}
-SETTINGS |= {"s_threads": 1, "r_threads": 1}  # tests share the cores with each other
+SETTINGS |= {"s_threads": 1, "r_threads": 1}  # Tests run side by side on the same cores.
 QUESTIONS = [
     "What is the capital of France?",
     "What is 2 + 2?",
@@ -59,7 +59,7 @@ CHATS = [[{"role": "user", "content": question}] for question in ASKED]
 
 @pytest.fixture(scope="module")
 def folder() -> str:
-    """Where the model is; it is fetched and converted at most once."""
+    """Return the model's folder; the model is downloaded and converted at most once."""
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
     if done.returncode == UNREACHABLE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -69,7 +69,7 @@ def folder() -> str:
 
 @pytest.fixture(scope="module")
 def expected(folder: str) -> list[list[int]]:
-    """transformers' greedy answers, all in one batch, each up to and with its end of text."""
+    """Return transformers' greedy answers, computed in one batch, each with its end-of-text token."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in CHATS]
@@ -81,7 +81,7 @@ def expected(folder: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Iterator[LLM]:
-    """One R-worker."""
+    """Yield an LLM with one R-worker."""
     with LLM(folder, **SETTINGS) as llm:
         yield llm
         assert_nothing_held(llm.engine)
@@ -92,20 +92,20 @@ def token_ids(llm: LLM) -> list[list[int]]:
 
 
 def test_answers_are_those_of_transformers(llm: LLM, expected: list[list[int]]) -> None:
-    """And the first says what the README promises."""
+    """The answers equal transformers', and the first is the one that the README shows."""
     assert token_ids(llm) == expected
     assert "Paris" in llm.get_tokenizer().decode(expected[0]) and len({tuple(row) for row in expected}) == len(CHATS)
 
 
-@pytest.mark.thorough  # test_exactness.py, with the models that it has
+@pytest.mark.thorough  # test_exactness.py tests the same with its own models.
 def test_two_r_workers_in_two_mini_batches_change_nothing(folder: str, expected: list[list[int]]) -> None:
     with LLM(folder, **{**SETTINGS, "s_threads": 2}, r_workers="inproc:2", num_mini_batches=2) as llm:
         assert token_ids(llm) == expected
 
 
-@pytest.mark.thorough  # test_recovery.py, with a smaller model
+@pytest.mark.thorough  # test_recovery.py tests the same with a smaller model.
 def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]) -> None:
-    """``kill -9`` in the middle of the answers."""
+    """``kill -9`` ends one R-worker in the middle of the answers."""
     with LLM(folder, **SETTINGS, r_workers="spawn:3") as llm:
         for number, chat in enumerate(CHATS):
             ids = llm.engine.s_model.tokenizer.encode_chat(chat)
@@ -123,9 +123,10 @@ def test_one_of_three_r_workers_is_killed(folder: str, expected: list[list[int]]
 
 @pytest.mark.thorough
 def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
-    """16-bit and int8 within half a percent, of float32 and of each other; int4 within 5 percent.
+    """16-bit and int8 caches predict a text within 0.5 % of float32, and int4 within 5 %.
 
-    ``make test`` leaves out 16 bits, which round less than int8."""
+    ``make test`` leaves out 16 bits, which round less than int8.
+    """
     sixteen_bits = ("bfloat16", "float16") if SEES_ALL else ()
     text = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[4000:4900]
     found = {"float32": measure_perplexity(llm.engine, text, 1000).perplexity}
@@ -138,7 +139,7 @@ def test_every_cache_predicts_a_text_as_well(llm: LLM, folder: str) -> None:
     assert found["int4"] == pytest.approx(found["float32"], rel=5e-2), found
 
 
-@pytest.mark.thorough  # test_structured_outputs.py, of the demo model
+@pytest.mark.thorough  # test_structured_outputs.py tests the same with the demo model.
 def test_answers_follow_a_schema_or_a_choice(llm: LLM) -> None:
     schema = {
         "type": "object",
@@ -178,7 +179,7 @@ def test_chats_of_a_batch_file_take_the_template(llm: LLM, folder: str, tmp_path
 def test_an_answer_rests_on_the_document_that_says_it(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example finds it among twenty, and ``--show-sources`` prints a line per token."""
+    """The example finds the document among twenty, and ``--show-sources`` prints a line per token."""
     example = runpy.run_path(str(SCRIPT.parents[1] / "examples" / "which_document.py"))
     example["main"](folder, str(tmp_path / "which.png"))
     printed = capsys.readouterr().out

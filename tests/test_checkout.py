@@ -1,4 +1,4 @@
-"""What Python says that reads the source folder, where nothing is built: what is wrong, and what to do."""
+"""Python in a source folder that is not built says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = Path(fastdecode.__file__).parent
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources alone, as a clone has them."""
+    """Copy the sources alone, as a clone has them, and return their folder."""
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(PACKAGE, folder / "fastdecode", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return folder
@@ -29,7 +29,7 @@ import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "fastdecode" not in repr(each).lower()]
 sys.path.insert(0, "")
 """
-"""Hides the installation of this test's environment, and looks into the current folder first, as Python does."""
+"""Code that hides this environment's installation, and looks into the current folder first as Python does."""
 
 
 def run(checkout: Path, code: str) -> subprocess.CompletedProcess[str]:

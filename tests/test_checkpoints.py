@@ -1,4 +1,4 @@
-"""Packed checkpoints, as they are published, answer as the same weights unpacked."""
+"""Published packed checkpoints answer like the same weights unpacked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastdecode.sworker.model.loader import load_hf_config, load_model
 from fastdecode.sworker.model.sharding import Rank, shard
 
 UNPACK_THEMSELVES = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}
-"""What transformers unpacks on a CPU, without a package of the format's own."""
+"""Formats that transformers unpacks on a CPU without a further package."""
 
 
 def loaded(folder: Path, **settings: Any) -> Any:
@@ -42,8 +42,11 @@ LATENT = [(kind, "deepseek_v3") for kind in ("awq", "gptq", "int4", "int8")]
 def test_packed_weights_are_those_unpacked(
     kind: str, model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, in float32 and rounded once in bfloat16, at once and in parts, read one by one and by threads, and a
-    rank's part of them."""
+    """Unpacked weights are equal bit by bit.
+
+    They are compared in float32 and rounded to bfloat16, at once and in parts, read singly and by threads, and as a
+    rank's part.
+    """
     plain, packed = saved(kind, tmp_path, model_type)
     for dtype, part_elements, one_by_one in (("float32", unpack.PART_ELEMENTS, "1"), ("bfloat16", 1 << 11, "0")):
         monkeypatch.setattr(unpack, "PART_ELEMENTS", part_elements)
@@ -70,7 +73,7 @@ def test_packed_weights_are_those_unpacked(
     [("fp8", ""), *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("mxfp4", ""), *LATENT))],
 )
 def test_packed_weights_answer_as_those_unpacked(kind: str, model_type: str, tmp_path: Path) -> None:
-    """Greedily, as transformers does with what it unpacks itself, or else with the weights saved plain."""
+    """Greedy answers equal those of transformers' own unpacking, or else those of the weights saved plain."""
     plain, packed = saved(kind, tmp_path, model_type, EVEN_FP8 if kind == "fp8" else None)
     if unpacked := UNPACK_THEMSELVES.get(kind):
         place, settings = packed, {"quantization_config": unpacked(dequantize=True)}
@@ -90,7 +93,7 @@ def test_packed_weights_answer_as_those_unpacked(kind: str, model_type: str, tmp
 
 @pytest.mark.slow
 def test_weights_are_unpacked_one_layer_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no two layers are there experts apart at once, and of files no more than the tensors that are under way."""
+    """Only one layer's experts are unpacked at a time, and only the tensors in use are read from files."""
     monkeypatch.delenv(loader.ONE_BY_ONE[0], raising=False)
     _, packed = saved("fp8", tmp_path)
     mapped: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -99,7 +102,7 @@ def test_weights_are_unpacked_one_layer_after_another(tmp_path: Path, monkeypatc
 
     def map_one(files: Any, name: str, own: Any = checkpoints.Files.read) -> torch.Tensor:
         mapped.add(tensor := own(files, name))
-        assert len(mapped) <= 2  # numbers, and their scales
+        assert len(mapped) <= 2  # The two are the numbers and their scales.
         return tensor
 
     def make_one(weights: Any, name: str, own: Any = checkpoints.Packed._made) -> torch.Tensor:
@@ -115,7 +118,7 @@ def test_weights_are_unpacked_one_layer_after_another(tmp_path: Path, monkeypatc
 
 
 def test_integers_are_read_as_they_are_packed() -> None:
-    """Also where the highest bits make a word negative."""
+    """Packed integers are right also where the highest bits make a word negative."""
     numbers = torch.randint(16, (3, 16), generator=torch.Generator().manual_seed(0))
     assert torch.equal(unpack.integers(words(numbers, 4), 4), numbers.int())
     assert torch.equal(unpack.integers(words(numbers * 16 + 15, 8), 8), (numbers * 16 + 15).int())

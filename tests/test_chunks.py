@@ -1,4 +1,4 @@
-"""Llama 4's chunks: the tokens of transformers' ``generate``, wherever rows lie and however they came there."""
+"""Llama 4's chunks give the tokens of transformers' ``generate``, wherever rows lie and however they came there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def disagreements(model: Any, texts: list[list[int]], tokens: list[list[int]]) -
 
 @pytest.mark.slow
 def test_ranges_copies_drafts_and_prefixes_match_generate(model: Any, folder: Path) -> None:
-    """Outputs that begin chunks, and prompts that go on from those of others, in chunks of a step's budget."""
+    """Outputs begin new chunks, and prompts continue cached ones, in parts of a step's budget."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     more = {"r_workers": "inproc:3", "num_mini_batches": 2, "max_num_batched_tokens": 200, "max_num_seqs": 8}
     texts = prompts(700, CHUNK - 5, 505)
@@ -91,7 +91,7 @@ def test_prefill_workers_and_losses_match_generate(model: Any, folder: Path) -> 
 
 
 def test_ranges_are_whole_chunks() -> None:
-    """Those asked for, or none are chosen: a range of 512 tokens would begin within a chunk of 8,192."""
+    """Ranges are whole chunks, or none is chosen: a range of 512 tokens would begin within a chunk of 8,192."""
     longest, num_blocks, asked = 35_000, [300] * 4, AskedPlacing()
     with pytest.raises(ConfigError, match="kv_shard_tokens must be a multiple of the 8192 tokens of the model's"):
         AskedPlacing(512).chosen(longest, num_blocks, 32, None, 8192)

@@ -1,4 +1,4 @@
-"""The command line: its exit statuses, its one-line errors, and the JSON scripts depend on."""
+"""The command line: exit statuses, one-line errors, and the JSON on which scripts depend."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SMALL = ["--max-model-len", "300", "--kv-cache-memory", "64MiB", "--s-threads", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama on disk, without a tokenizer."""
+    """Save a tiny Llama without a tokenizer and return its folder."""
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
 def bench(folder: str, *more: str) -> list[str]:
-    """A benchmark small enough for a test."""
+    """Return the arguments of a benchmark small enough for a test."""
     sizes = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "8"]
     return ["bench", "throughput", "--model", folder, "--skip-tokenizer-init", *SMALL, *sizes, *more]
 
@@ -101,7 +101,7 @@ def bench(folder: str, *more: str) -> list[str]:
 def test_failures_are_one_clear_line(
     arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2 for wrong usage, 1 for failure; one line on stderr, no traceback."""
+    """The status is 2 for wrong usage and 1 for failure; stderr has one line and no traceback."""
     assert main(arguments) == status
     error = capfd.readouterr().err.strip()
     assert error.startswith("fastdecode: error: ") and message in error
@@ -122,7 +122,7 @@ def test_failures_are_one_clear_line(
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """The parser refuses by name, in one line, and says in another where help is."""
+    """The parser names the wrong argument in one line, and points to the help in another."""
     with pytest.raises(SystemExit) as exit_status:
         main(arguments)
     assert exit_status.value.code == 2
@@ -131,7 +131,7 @@ def test_wrong_usage_exits_2(arguments: list[str], capfd: pytest.CaptureFixture[
 
 
 def test_empty_prompt_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    """With the demo model's tokenizer an empty text may still hold a begin-of-text token; token ids may not be none."""
+    """Token ids may not be empty; an empty text may still give a begin-of-text token."""
     assert main(["generate", "x" * 2000, *SMALL]) == 1
     assert "max_model_len is 300: it must be at most 299" in capfd.readouterr().err
     assert main(["generate", "x" * 5000, *SMALL]) == 1
@@ -139,7 +139,7 @@ def test_empty_prompt_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All keys, sums that hold, vLLM's line, and overlap measured A B A B."""
+    """The JSON has all keys, sums agree, vLLM's line is printed, and overlap is measured in turns A B A B."""
     path = tmp_path / "out.json"
     assert main(bench(folder, "--output-json", str(path), "--num-mini-batches", "2", "--measure-overlap")) == 0
     report: dict[str, Any] = json.loads(path.read_text())
@@ -147,7 +147,7 @@ def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: p
     assert report["num_requests"] == 6
     assert report["total_output_tokens"] == 48
     assert report["total_num_tokens"] == 6 * 28
-    assert report["decode"]["steps"] == 3  # of seven; the other four ran without overlap, to be compared
+    assert report["decode"]["steps"] == 3  # Four of seven steps ran without overlap, for the comparison.
     assert report["decode"]["tokens"] == 18
     assert report["prefill"]["tokens"] == 120
     assert report["kv_load"]["peak_tokens"] == 6 * 27
@@ -163,7 +163,7 @@ def test_throughput_json_has_the_contract(folder: str, tmp_path: Path, capsys: p
 
 
 def test_a_disk_that_is_full_costs_no_figures(folder: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """They are printed before anything is written."""
+    """The figures are printed before anything is written to the disk."""
     assert main(bench(folder, "--output-json", "/dev/full")) == 1
     output, error = capfd.readouterr()
     assert "Throughput: " in output and "No space left on device" in error
@@ -180,7 +180,7 @@ def test_vllms_names_are_taken_where_they_mean_the_same(folder: str, tmp_path: P
 
 
 def test_every_setting_is_a_flag_with_its_default() -> None:
-    """Declared once: what a parser makes of no flags at all are the defaults. Only a server can stand by."""
+    """A parser without flags gives the defaults of all settings; only a server can be a standby."""
     args = build_parser(["generate"]).parse_args(["generate", "hi"])
     config = EngineConfig()
     assert {name: getattr(args, name, None) for name in vars(config)} == {**vars(config), "stands_by": None}
@@ -190,7 +190,7 @@ def test_every_setting_is_a_flag_with_its_default() -> None:
 
 
 def test_throughput_of_a_cut_model_is_scaled_up(folder: str, tmp_path: Path) -> None:
-    """With num_hidden_layers overridden the whole model is estimated, and said to be so."""
+    """With num_hidden_layers overridden the whole model's throughput is estimated, and the output says so."""
     path = tmp_path / "out.json"
     cut = ["--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 1}']
     assert main(bench(folder, "--output-json", str(path), *cut)) == 0
@@ -202,7 +202,7 @@ def test_throughput_of_a_cut_model_is_scaled_up(folder: str, tmp_path: Path) -> 
 
 
 def test_transformers_backend_reports_the_same_keys(folder: str, tmp_path: Path) -> None:
-    """The plain baseline in the same tool."""
+    """The baseline by transformers reports the same keys."""
     path = tmp_path / "out.json"
     assert main(bench(folder, "--output-json", str(path), "--backend", "transformers")) == 0
     report = json.loads(path.read_text())
@@ -212,7 +212,7 @@ def test_transformers_backend_reports_the_same_keys(folder: str, tmp_path: Path)
 
 
 def test_ctrl_c_keeps_the_static_batches_that_ended(folder: str) -> None:
-    """It comes after the second of three."""
+    """Ctrl-C comes after the second of three batches."""
 
     class Bar(contextlib.AbstractContextManager["Bar"]):
         done = 0
@@ -232,7 +232,7 @@ def test_ctrl_c_keeps_the_static_batches_that_ended(folder: str) -> None:
 
 
 def test_where_r_workers_may_join_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    """Any free port is of use to those alone who know it."""
+    """The command prints the free port that it chose, since R-workers have to know it."""
     sizes = ["--kv-cache-memory", "16MiB", "--max-model-len", "64", "--max-tokens", "1"]
     assert main(["generate", "hi", "--pool-listen", "127.0.0.1:0", *sizes]) == 0
     assert re.search(r"^fastdecode: R-workers may join at 127\.0\.0\.1:[1-9]\d+$", capfd.readouterr().err, re.MULTILINE)
@@ -246,7 +246,7 @@ def test_a_target_between_tokens_is_timed_within_a_small_cache(capfd: pytest.Cap
 def test_a_trace_that_cannot_be_written_takes_no_figures_with_it(
     folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """/dev/full is a disk without room: the figures come first, then exit 1 and the name of the file."""
+    """On /dev/full, a disk without room, the figures come first, then exit 1 and the file's name."""
     path = tmp_path / "out.json"
     assert main(bench(folder, "--trace", "/dev/full", "--output-json", str(path))) == 1
     out, err = capfd.readouterr()
@@ -257,7 +257,7 @@ def test_a_trace_that_cannot_be_written_takes_no_figures_with_it(
 
 
 def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:
-    """An S lane and an R lane, with A and B in both."""
+    """The trace has an S lane and an R lane, with mini-batches A and B in both."""
     path = tmp_path / "trace.json"
     assert main(bench(folder, "--trace", str(path), "--num-mini-batches", "2")) == 0
     events = json.loads(path.read_text())["traceEvents"]
@@ -270,7 +270,7 @@ def test_trace_is_chromes_format(folder: str, tmp_path: Path) -> None:
 
 
 def test_generate_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo model goes on from the prompt; the same with --json."""
+    """The demo model continues the prompt, and ``--json`` prints the same text."""
     prompt = "def add(a, b):\n"
     assert main(["generate", prompt, "--max-tokens", "12", "--temperature", "0", *SMALL]) == 0
     text = capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_generate_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    """One fact per line."""
+    """Each line has one fact."""
     assert main(["collect-env"]) == 0
     output = capsys.readouterr().out
     assert "torch:" in output and "instruction sets:" in output
@@ -296,14 +296,15 @@ def test_collect_env_names_versions(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, status: int, last: str) -> None:
-    """Ctrl-C, or SIGTERM, in the middle of a long one."""
+    """Ctrl-C or SIGTERM in the middle of a long benchmark leaves a line that says what was done."""
     arguments = bench(folder, "--num-prompts", "500", "--random-output-len", "100", "--max-num-seqs", "4")
     process = subprocess.Popen([FASTDECODE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "R-worker(s)" not in process.stdout.readline():
         assert process.poll() is None
     begun = sum(psutil.Process(process.pid).cpu_times()[:2])
-    while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 0.3:  # until it has computed that long
+    # Wait until the process has computed that long.
+    while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 0.3:
         time.sleep(0.05)
     process.send_signal(number)
     output, error = process.communicate(timeout=60)

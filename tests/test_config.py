@@ -1,4 +1,4 @@
-"""Settings: every bad one gives one clear line that names it, every good form is read."""
+"""Settings: each wrong one gives one clear line with its name, and each right form is read."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_memory_up_to_the_machines() -> None:
 # What the model's layout makes of them.
 
 LAYOUT = KVLayout((Dense(4, 2, 16, 8, 0.25), Dense(4, 1, 16, 16, 0.25)), "float32", "bfloat16")
-"""48 + 32 elements a token: 320 bytes in the model's dtype, 160 in the cache's."""
+"""The layout has 48 + 32 elements per token: 320 bytes in the model's dtype, 160 in the cache's."""
 
 
 def worker(num_blocks: int, block_size: int = 32) -> RWorkerInfo:
@@ -261,7 +261,7 @@ def test_there_is_room_for_one_longest_sequence(blocks: list[int]) -> None:
 def test_there_is_room_for_the_ranges_of_a_longest_sequence(
     range_tokens: int | None, blocks: list[int], longest: int
 ) -> None:
-    """Blocks of 32 tokens: whole ranges of 16 or 32 blocks, and one for the rest."""
+    """The longest sequence of whole ranges (16 or 32 blocks of 32 tokens) and one more for the rest fits."""
     config, workers = EngineConfig(kv_shard_tokens=range_tokens), [worker(count) for count in blocks]
     check_room(config, longest, LAYOUT, workers)
     held = {None: 1664, 512: 2176, 1024: 1184}[range_tokens]
@@ -285,7 +285,7 @@ def test_ranges_that_cannot_be_are_refused(settings: dict[str, Any], message: st
 
 @pytest.mark.parametrize("blocks", [[4], [4, 4], [3, 4]])
 def test_too_little_room_says_how_much_it_takes(blocks: list[int]) -> None:
-    """On the smallest worker: 5 blocks of 32 tokens of 160 bytes are needed, under a mebibyte."""
+    """The message names the memory, or the length, with which the longest sequence fits on the smallest worker."""
     with pytest.raises(CapacityError) as caught:
         check_room(EngineConfig(), 129, LAYOUT, [worker(count) for count in blocks])
     message = str(caught.value)
@@ -295,7 +295,7 @@ def test_too_little_room_says_how_much_it_takes(blocks: list[int]) -> None:
 
 
 def test_what_it_says_is_enough() -> None:
-    """40,000 tokens are 6.1 MiB: the memory named in the message holds them."""
+    """The memory named in the message (6.1 MiB) holds 40,000 tokens."""
     with pytest.raises(CapacityError, match="--kv-cache-memory 7MiB"):
         check_room(EngineConfig(), 40_000, LAYOUT, [worker(100)])
     check_room(EngineConfig(), 40_000, LAYOUT, [worker((7 << 20) // (160 * 32))])

@@ -1,4 +1,7 @@
-"""The S-worker on a real GPU; skipped with the reason where there is none. Its logic alone: test_staging.py."""
+"""The S-worker on a real GPU; these tests are skipped without one.
+
+test_staging.py tests the logic alone.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def test_greedy_float32_equals_the_cpu(name: str, num_mini_batches: int, enforce
 @needs_gpu
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
 def test_graphs_of_every_row_count_give_what_eager_code_gives(num_mini_batches: int, tmp_path: Path) -> None:
-    """80 sequences that end one after the other: 80 rows and fewer, so every count from 128 (or 64) down is used."""
+    """80 sequences end one after the other, so every graph of up to 128 (or 64) rows is used."""
     prompts: list[Any] = [{"prompt_token_ids": [i, i + 1, 2 * i]} for i in range(80)]
     params = [SamplingParams(temperature=0, max_tokens=4 + i, ignore_eos=True, detokenize=False) for i in range(80)]
 
@@ -85,7 +88,7 @@ def test_graphs_of_every_row_count_give_what_eager_code_gives(num_mini_batches: 
 
 @needs_gpu
 def test_a_model_that_reads_back_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that failed in the middle leaves the GPU usable."""
+    """A capture that fails in the middle leaves the GPU usable."""
     expected = [list(tokens[: GREEDY.max_tokens]) for tokens in model_zoo.reference("llama-gqa").tokens]
     forward = LlamaMLP.forward
 
@@ -111,9 +114,9 @@ def test_half_precision_runs(dtype: str, tmp_path: Path) -> None:
 
 @needs_gpu
 def test_the_lanes_never_wait_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises when an operation between the first layer and the last would synchronise."""
+    """torch raises if an operation between the first layer and the last synchronises."""
     with llm_on_gpu("llama-gqa", tmp_path, num_mini_batches=2) as llm:
-        generate(llm, "llama-gqa")  # what is set up once may wait
+        generate(llm, "llama-gqa")  # The set-up before the first step may wait.
         run = llm.engine.world.s_worker.pipeline.run
 
         def watched(*args: Any) -> list[torch.Tensor]:
@@ -156,7 +159,7 @@ def test_the_same_bits_cross(dtype: torch.dtype, contiguous: bool, attending: sl
 
 @needs_none
 def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is loaded where there is no driver, when loading where torch cannot use it."""
+    """Without a driver the error comes before anything is loaded, and without a usable GPU while loading."""
     monkeypatch.setattr(config_module, "_has_gpu_driver", lambda: False)
     with pytest.raises(ConfigError, match=r"^device: 'cuda' needs a GPU, .* use 'auto' or 'cpu'$"):
         EngineConfig(device="cuda")

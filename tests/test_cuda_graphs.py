@@ -1,6 +1,6 @@
-"""CUDA graphs: what is replayed equals what the model's own code computes, and what cannot be captured runs eagerly.
+"""CUDA graphs equal the model's own code when replayed; what cannot be captured runs eagerly.
 
-On the CPU, over a stand-in that replays operations on their addresses; test_cuda.py has the real ones.
+Here a stand-in on the CPU replays operations on their addresses; test_cuda.py has real graphs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def tiny() -> Tiny:
 
 
 def decodes(count: int, first: int = 0) -> list[Chunk]:
-    """One token for each of ``count`` sequences after its five."""
+    """Return one token for each of ``count`` sequences, after five tokens each."""
     return [Chunk(first + i, 0, 5, (i % 90,)) for i in range(count)]
 
 
 class GraphEngine(Engine):
-    """An S-worker on the fake backend that captured its graphs through the stand-in."""
+    """An engine on the fake backend whose S-worker captures its graphs through the stand-in."""
 
     def captured(self, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, num_mini_batches: int = 1) -> FakeRecorder:
         recorder = FakeRecorder(NUM_LAYERS)
@@ -50,7 +50,7 @@ class GraphEngine(Engine):
         return recorder
 
     def logits(self, *mini_batches: list[Chunk]) -> list[torch.Tensor]:
-        """Of one step that is computed and then abandoned."""
+        """Return the logits of one step, which is then abandoned."""
         step = self.begin(*mini_batches)
         with torch.inference_mode():
             found = [each.clone() for each in self.worker.pipeline.run(self.worker.forwards(step))]
@@ -77,7 +77,7 @@ def assert_alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 def test_replayed_logits_equal_the_models_own(
     engine: GraphEngine, monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
-    """Mini-batches of several row counts that alternate at every layer, three steps in a row."""
+    """Mini-batches of several row counts alternate at every layer, three steps in a row."""
     prefilled(engine, sum(counts))
     starts = [sum(counts[:i]) for i in range(len(counts))]
     mini_batches = [decodes(count, start) for count, start in zip(counts, starts, strict=True)]
@@ -116,7 +116,7 @@ def test_prompts_run_the_models_own_code(engine: GraphEngine, monkeypatch: pytes
 
 
 def test_padding_does_no_harm(engine: GraphEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps before left in rows of padding changes no bit of the others."""
+    """Numbers that earlier steps left in rows of padding change no bit of the others."""
     prefilled(engine, 16)
     engine.captured(monkeypatch, 16)
     (alone,) = engine.logits(decodes(3))
@@ -130,7 +130,7 @@ def test_padding_does_no_harm(engine: GraphEngine, monkeypatch: pytest.MonkeyPat
 
 
 def test_mini_batches_need_pools_of_their_own(engine: GraphEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one pool for both, what A keeps between two segments is lost to B: the tests above can fail."""
+    """With one pool for both, what A keeps between two graphs is lost to B, so the tests above can fail."""
     prefilled(engine, 4)
     mini_batches = decodes(2), decodes(2, first=2)
     wanted = engine.logits(*mini_batches)
@@ -145,7 +145,7 @@ def test_mini_batches_need_pools_of_their_own(engine: GraphEngine, monkeypatch: 
 def test_a_model_that_cannot_be_captured_runs_eagerly(
     engine: GraphEngine, reads_back: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that takes a Python number from its rows fails in the capture, one that bakes another one in the proof."""
+    """A model that reads a number from its rows fails the capture; one that bakes a number in fails the proof."""
     prefilled(engine, 2)
     wanted = engine.logits(decodes(2))
     calls: list[int] = []
@@ -193,7 +193,7 @@ def test_threads_are_watched_where_the_model_uses_them(engine: GraphEngine) -> N
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
-    """Every S-worker captures through a stand-in of its own, listed here."""
+    """Return the list of stand-ins: every S-worker captures through one of its own."""
     return fake_recorders(monkeypatch)
 
 
@@ -224,7 +224,7 @@ def test_every_architecture_generates_the_same(
 def test_latent_rows_are_captured(
     recorders: list[FakeRecorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And prompts attend by torch, in chunks, as on a GPU."""
+    """Prompts attend with torch in chunks, as on a GPU."""
     monkeypatch.setattr(build, "PromptCache", lambda backend: None)
     model, texts = latent_zoo.build_model("minicpm3"), latent_zoo.prompts((130, 40, 3, 17))
     model.save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from fastdecode.core.metrics import StepRecord
 
 
 def decoding(num_workers: int) -> Run:
-    """Nine jobs of 20 + 30 tokens that all decode; blocks have 4 tokens."""
+    """Return a run of nine jobs of 20 + 30 tokens that all decode, with blocks of 4 tokens."""
     limits = replace(
         AMPLE, block_size=4, num_blocks=(200,) * num_workers, bandwidths=(1.0,) * num_workers, max_model_len=64
     )
@@ -24,8 +24,10 @@ def decoding(num_workers: int) -> Run:
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_move_chosen_before_a_loss_came_to_light_is_not_made(lost: int) -> None:
-    """R-worker 0 drains; while its first move is told, it, a target or another turns out to be gone. The naive world
-    checks that whatever is copied is there, and that there is room for it."""
+    """While R-worker 0 drains, a lost R-worker comes to light during its first move, which is not made.
+
+    The naive world checks that copied rows exist, and that there is room for them.
+    """
     run = decoding(3)
     run.scheduler.members.drain(0)
     run.scheduler.finish(victim := run.alive.pop(max(run.alive)))
@@ -51,8 +53,10 @@ def test_a_loss_between_steps_is_counted_with_the_next_step() -> None:
 
 @pytest.mark.parametrize("lost", [(0, 1), (1, 2), (2, 0)])
 def test_losses_in_steps_that_only_wait_for_prefill_workers_are_counted_once(lost: tuple[int, int]) -> None:
-    """Two steps without rows, which have no record, each find an R-worker gone, the prompt's own or another: the next
-    record counts both, and none after it."""
+    """Losses in two steps without rows are counted once, in the next step's record.
+
+    Steps that only wait for prefill workers have no record.
+    """
     limits = replace(AMPLE, num_blocks=(200,) * 3, bandwidths=(1.0,) * 3)
     run, records = Run("stall-free", limits, [Job([1] * 21, 3, [3])], prefills_seed=9), list[StepRecord]()
     run.cycle.on_step = records.append

@@ -1,4 +1,4 @@
-"""Sums that forget, against sums over all that was observed."""
+"""Decaying sums against sums over all observations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_sums_are_weighted_by_age() -> None:
 
 
 def test_things_age_only_when_they_are_observed() -> None:
-    """Three things, one of which comes late and one of which is forgotten."""
+    """Three things age only when observed; one comes late, and one is forgotten."""
     decayed = Decayed(0.5, 2, 2)
     decayed.add([1.0, 2.0], [3.0, 4.0], where=np.array([True, False]))
     decayed.add([1.0, 2.0], [3.0, 4.0], where=np.array([True, True]))

@@ -1,4 +1,4 @@
-"""compose.yaml, the Helm chart and the workflows agree with each other, with the program and with the Makefile.
+"""compose.yaml, the Helm chart and the workflows agree with each other, the program and the Makefile.
 
 Their own linters run in `make lint-deployment`.
 """
@@ -55,7 +55,7 @@ def test_prometheus_and_grafana_read_what_compose_starts() -> None:
 
 
 def test_the_chart_makes_the_manifests() -> None:
-    """By Go's templates as far as the chart uses them: what is asked for with `if` and `range` is off by default."""
+    """The chart's templates are rendered as far as they go; what `if` and `range` ask for is off by default."""
     values = read(CHART / "values.yaml")
     text = (CHART / "templates" / "fastdecode.yaml").read_text()
     for block in re.findall(r"{{-? (?:if|range) (\.Values\S+)", text):
@@ -67,7 +67,7 @@ def test_the_chart_makes_the_manifests() -> None:
 
 
 def chart(**changes: Any) -> list[Any]:
-    """The chart's manifests with values that differ from the defaults."""
+    """Return the chart's manifests with values that differ from the defaults."""
     values = read(CHART / "values.yaml")
     for name, found in changes.items():
         values[name] = values[name] | found if isinstance(found, dict) else found
@@ -103,7 +103,7 @@ def test_the_chart_has_room_for_a_model_of_the_hub() -> None:
 
 
 def test_the_chart_has_two_servers_of_one_session() -> None:
-    """As examples/kubernetes/standby has them."""
+    """The two servers are as in examples/kubernetes/standby."""
     manifests = chart(**read(CHART / "values-standby.yaml"))
     server, r_worker = (kubernetes.parsed(manifests, each) for each in ("s-worker", "r-worker"))
     assert (server.standby, server.journal, server.keep_session) == ("fastdecode", "/journal", 600)

@@ -1,4 +1,4 @@
-"""The Dockerfile, read without docker: its stages, what it copies, what it leaves out, and what it starts."""
+"""The Dockerfile, read without docker: its stages, what it copies and leaves out, and what it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import kubernetes
 
-tomllib = pytest.importorskip("tomllib")  # Python 3.11
+tomllib = pytest.importorskip("tomllib")  # tomllib comes with Python 3.11.
 
 ROOT = Path(__file__).parents[1]
 Instruction = tuple[str, str]
@@ -18,7 +18,7 @@ Instruction = tuple[str, str]
 
 @pytest.fixture(scope="module")
 def instructions() -> list[Instruction]:
-    """Each with its arguments."""
+    """Return the Dockerfile's instructions, each with its arguments."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
@@ -29,7 +29,7 @@ def arguments(instructions: list[Instruction], name: str) -> list[str]:
 
 
 def test_stages_of_one_pinned_base(instructions: list[Instruction]) -> None:
-    """R-workers have an image of their own; what is built without a target is the whole."""
+    """R-workers have an image of their own, and a build without a target makes the whole one."""
     python = "python:${PYTHON}-slim"
     stages = [f"{python} AS build", f"{python} AS base", "base AS r-worker", "base"]
     assert arguments(instructions, "FROM") == stages
@@ -44,7 +44,7 @@ def test_stages_of_one_pinned_base(instructions: list[Instruction]) -> None:
 
 
 def test_sources_are_there_and_reach_the_build(instructions: list[Instruction]) -> None:
-    """And the wheel has all that it is made of: links lead to what was copied."""
+    """The wheel has all its sources, and links lead to what was copied."""
     copied = [shlex.split(value) for value in arguments(instructions, "COPY")]
     sources = [source for *several, _ in copied for source in several]
     for source in sources:
@@ -56,7 +56,7 @@ def test_sources_are_there_and_reach_the_build(instructions: list[Instruction]) 
 
 
 def is_ignored(path: str) -> bool:
-    """By .dockerignore, where the last pattern that fits decides."""
+    """Return whether .dockerignore excludes ``path``: the last pattern that fits decides."""
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line and not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""``fastdecode doctor``: it finds what is there, and each thing that is broken has its cure."""
+"""``fastdecode doctor`` finds what is there, and gives a cure for each thing that is broken."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_port_in_use_is_noted() -> None:
 
 
 def test_another_mpirun_than_mpi4pys_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that says it is MPICH's, beside a Python that loads Open MPI."""
+    """An mpirun of MPICH beside a Python that loads Open MPI is found."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho HYDRA build details:\n")
     mpirun.chmod(0o755)
@@ -105,7 +105,7 @@ def test_a_job_of_one_rank_is_noted() -> None:
 
 
 def test_the_library_is_named_without_starting_mpi() -> None:
-    """A process alone that starts MPI leaves a segment of shared memory behind."""
+    """A lone process that starts MPI would leave shared memory behind."""
     code = LIBRARY_CODE + "; print(MPI.Is_initialized())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "MPI" in run.stdout.splitlines()[0] and run.stdout.splitlines()[1] == "False"

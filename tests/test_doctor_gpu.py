@@ -1,4 +1,4 @@
-"""The GPU's findings of ``fastdecode doctor``."""
+"""Findings of ``fastdecode doctor`` about the GPU."""
 
 from __future__ import annotations
 

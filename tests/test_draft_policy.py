@@ -1,4 +1,4 @@
-"""How many draft tokens are verified: against every possible choice, and against a machine whose times are known."""
+"""The number of verified drafts, against every possible choice and on a machine of known times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADS = np.array([1000.0])
 
 @dataclass
 class Affine:
-    """A ``StepTime``: S and R by rows, the longer of the two counting."""
+    """A ``StepTime`` of S and R by rows, of which the longer counts."""
 
     s_part: tuple[float, float]
     r_part: tuple[float, float]
@@ -71,8 +71,8 @@ def test_who_is_accepted_more_often_gets_no_fewer(chances: list[float], times: A
 
 
 def test_many_sequences_share_as_few_do() -> None:
-    """Thousands of candidates, of which only some numbers are compared at first."""
-    times = Affine((0.1, 0.001), (2.0, 0.0))  # S takes as long as R with 1,900 rows
+    """Drafts of thousands of candidates, of which only some numbers are compared first, go to the likeliest."""
+    times = Affine((0.1, 0.001), (2.0, 0.0))  # The S-part takes as long as the R-part with 1,900 rows.
     rng = np.random.default_rng(0)
     chances = rng.uniform(0.3, 0.95, 1024)
     chosen = BalancedDrafts(8, 2, times).choose(chances, np.full(1024, 8), 1024, LOADS)
@@ -97,16 +97,16 @@ def test_row_costs_are_found_through_noise_and_drift() -> None:
     cost, rng = RowCost(prior=1.0, beyond=1.0), np.random.default_rng(0)
     for step in range(400):
         rows = 64 if step % 8 else 192
-        slower = 1.0 + step / 400  # twice as slow in the end, as a machine that others use as well
+        slower = 1.0 + step / 400  # Steps become twice as slow in the end, as on a machine with other users.
         seconds = slower * (0.01 + 1e-4 * rows) * rng.normal(1.0, 0.05)
-        cost.observe(rows, seconds * (5.0 if step % 97 == 96 else 1.0))  # a pause now and then
+        cost.observe(rows, seconds * (5.0 if step % 97 == 96 else 1.0))  # Every 97th step has a pause.
     small, large = cost.at(np.array([64.0, 192.0]))
     assert small == pytest.approx(2 * 0.0164, rel=0.1)
     assert large == pytest.approx(2 * 0.0292, rel=0.1)
 
 
 def test_row_costs_stay_within_what_can_be() -> None:
-    """Never less for more rows, never more than in proportion; beyond what was seen in proportion."""
+    """Costs never fall with rows, never rise faster than in proportion, and are proportional beyond what was seen."""
     cost, rng = RowCost(prior=1.0, beyond=1.0), np.random.default_rng(1)
     for _ in range(300):
         cost.observe(int(rng.integers(1, 300)), float(rng.lognormal(0.0, 1.0)))
@@ -117,7 +117,7 @@ def test_row_costs_stay_within_what_can_be() -> None:
 
 @dataclass
 class Live:
-    """Sequences that decode on a machine with S = s0 + s1 · rows, R by KV tokens and rows, most of it overlapped."""
+    """Decoding sequences on a machine with S = s0 + s1 · rows and R by KV tokens and rows, mostly overlapped."""
 
     s0: float
     s1: float
@@ -127,7 +127,7 @@ class Live:
     noise: float = 0.03
 
     def run(self, num_steps: int, seed: int = 0, most: int = 4) -> float:
-        """Tokens per second over those without drafts."""
+        """Return tokens per second relative to those without drafts."""
         policy, rng = BalancedDrafts(most, 2), np.random.default_rng(seed)
         num = len(self.chances)
         tried, kept, tokens, seconds, without = np.zeros(num), np.zeros(num), 0.0, 0.0, 0.0
@@ -151,7 +151,7 @@ class Live:
 
 
 def test_where_r_workers_are_the_bottleneck_drafts_win_what_they_can() -> None:
-    """S may grow threefold: with 3 drafts each, 1 + 0.6 + 0.36 + 0.22 tokens take little longer than one."""
+    """The S-part may triple: with 3 drafts each, 1 + 0.6 + 0.36 + 0.22 tokens take little longer than one."""
     assert Live(0.005, 0.015 / 64, 0.06, 5e-5, np.full(64, 0.6)).run(500) > 1.6
     assert Live(0.0, 0.02 / 64, 0.06, 5e-5, np.full(64, 0.6)).run(500) > 1.4
     assert Live(0.0, 0.02 / 64, 0.06, 5e-5, np.linspace(0.0, 0.95, 64)).run(500) > 1.4
@@ -169,12 +169,12 @@ def test_what_is_never_accepted_costs_little() -> None:
 
 
 def test_rows_that_are_free_on_the_s_side_are_used() -> None:
-    """One sequence alone: its S-part loads the weights, for one row as for five."""
+    """A lone sequence's S-part reads the weights, which takes as long for one row as for five."""
     assert Live(0.02, 0.0002, 0.001, 0.0, np.full(1, 0.8)).run(500) > 2.0
 
 
 def test_a_sequence_whose_drafts_were_rejected_is_tried_again() -> None:
-    """Text that begins to repeat, as an answer that quotes its prompt does."""
+    """Text may begin to repeat, as an answer that quotes its prompt does."""
     policy = BalancedDrafts(4, 2, Affine((0.1, 0.001), (1.0, 0.0)))
     tried, kept = np.full(8, 10.0), np.zeros(8)
     some = [policy.choose(np.where(kept > 0, 0.5, 0.001), np.full(8, 4), 8, LOADS).any() for _ in range(200)]

@@ -1,4 +1,4 @@
-"""Drafts by the model's first layers and by a draft model: the right ones, and the same tokens as without."""
+"""Drafts by the model's first layers and by a draft model: the drafts are right, and the tokens unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saves a model of the zoo once and returns its folder; with ``num_layers`` one of its first layers alone."""
+    """Return a function that saves a model of the zoo once and returns its folder.
+
+    ``num_layers`` keeps only the first layers.
+    """
     root = tmp_path_factory.mktemp("drafters")
 
     @cache
@@ -76,7 +79,7 @@ def drafter_of(engine: LLMEngine) -> EarlyExitDrafter | DraftModelDrafter:
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    """No R-worker holds a block."""
+    """Assert that no R-worker holds a block."""
     assert_nothing_held(engine)
     if engine.speculation:
         drafter = drafter_of(engine)
@@ -94,7 +97,7 @@ def run(
     speculative: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[list[list[dict[str, Any]]], DraftCounts]:
-    """All outputs, and what became of the drafts."""
+    """Return all outputs, and the counts of drafts."""
     with make_llm(model, speculative, **settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         assert_idle(llm.engine)
@@ -111,7 +114,7 @@ def expected(name: str, count: int = 16) -> list[list[int]]:
 
 
 ALIKE = ("llama-mha", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "falcon", "falcon-rw", "mixtral")
-"""Whose layers are called as those of another architecture are."""
+"""Models whose layers are called as another architecture's are."""
 
 
 @pytest.mark.slow
@@ -123,7 +126,7 @@ ALIKE = ("llama-mha", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "falcon"
     ],
 )
 def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) -> None:
-    """Both methods draft the same, on every architecture, and change no token."""
+    """On every architecture both methods make the same drafts, and change no token."""
     number = model_zoo.ARCHITECTURES.index(name)
     settings = {"num_mini_batches": 1 + number % 3, "r_workers": f"inproc:{1 + number // 3 % 3}"}
     prompts, num_drafts = model_zoo.prompts(name)[1::2], 1 + number % 4
@@ -138,7 +141,7 @@ def test_the_first_layer_drafts_as_a_model_of_one_layer(name: str, folder: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_drafts", "sampling"), [(8, "greedy"), (1, "random"), (8, "several")])
 def test_a_draft_model_like_the_target_is_always_right(num_drafts: int, sampling: str, folder: Any) -> None:
-    """At any temperature: its tokens are drawn with the same numbers."""
+    """The draft model draws its tokens with the same random numbers, so it is right at any temperature."""
     params, prompts = SAMPLINGS[sampling], model_zoo.prompts(NAME)
     wanted, _ = run(folder(NAME), prompts, params)
     outputs, counts = run(folder(NAME), prompts, params, draft_model(num_drafts, folder(NAME)), num_mini_batches=2)
@@ -148,7 +151,7 @@ def test_a_draft_model_like_the_target_is_always_right(num_drafts: int, sampling
 
 @pytest.fixture(scope="session")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose layers after the first add nothing."""
+    """Save a model whose layers after the first add nothing, and return its folder."""
     model = model_zoo.build_model(NAME)
     with torch.no_grad():
         for layer in model.model.layers[1:]:
@@ -172,7 +175,7 @@ def test_first_layers_that_say_all_are_always_right(sampling: str, shallow: str)
 
 
 def test_first_layers_draft_over_ranges(shallow: str) -> None:
-    """Their rows attend to closed ranges too; one of the sequences comes to a border while it decodes."""
+    """The first layers attend closed ranges too, and one sequence comes to a border while it decodes."""
     rng = random.Random(0)
     prompts = [[rng.randrange(500) for _ in range(length)] for length in (1100, 700, 500, 20)]
     settings = {"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 4096}}
@@ -186,7 +189,7 @@ def test_first_layers_draft_over_ranges(shallow: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_first_layers_of_two_ranks(shallow: str) -> None:
-    """Every rank computes its part of them."""
+    """Every rank computes its part of the first layers."""
     prompts = model_zoo.prompts(NAME)
     wanted, _ = run(shallow, prompts, GREEDY)
     settings = {"tensor_parallel_size": 2, "r_workers": "spawn:2", "num_mini_batches": 2}
@@ -207,7 +210,7 @@ TWICE = (
     ("small budget", "early_exit"), ("preemption", "early_exit"), ("wide spread", "draft_model"),
     ("rounded", "early_exit"),
 )  # fmt: skip
-"""What is short of room in the same way with the other method, and there in every run of the tests."""
+"""Variations that are as short of room with the other method, which every run of the tests has."""
 
 
 @pytest.mark.slow
@@ -219,7 +222,7 @@ TWICE = (
     ],
 )
 def test_same_tokens_however_little_room_there_is(variation: str, method: str, folder: Any) -> None:
-    """Preempted sequences, draft prompts in parts, and a draft cache that some sequences must leave."""
+    """Sequences are preempted, draft prompts come in parts, and some sequences leave the draft cache."""
     settings, params = SHORT_OF_ROOM[variation], replace(GREEDY, max_tokens=40)
     prompts = model_zoo.prompts(NAME) + [[*model_zoo.prompts(NAME)[0][:64], 7, number] for number in range(4)]
     speculative = early_exit(4, 2) if method == "early_exit" else draft_model(4, folder(NAME))
@@ -236,7 +239,7 @@ def test_same_tokens_however_little_room_there_is(variation: str, method: str, f
 
 @pytest.mark.parametrize("num_blocks", [15, *(pytest.param(blocks, marks=pytest.mark.thorough) for blocks in (24, 40))])
 def test_a_draft_cache_that_is_too_small(num_blocks: int, folder: Any) -> None:
-    """Some sequences go without drafts, the blocks suffice, and what is drafted is right nevertheless."""
+    """Some sequences go without drafts, and the drafts of the others are right."""
     prompts = model_zoo.prompts(NAME)
     with make_llm(folder(NAME), draft_model(4, folder(NAME)), max_num_batched_tokens=64, max_num_seqs=8) as llm:
         drafter = drafter_of(llm.engine)
@@ -270,7 +273,7 @@ def test_listening_r_workers(speculative: dict[str, Any], folder: Any) -> None:
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Has ``action`` happen as the ``number``-th pass of a drafter begins, its step being open."""
+    """Return a function that runs ``action`` when a drafter begins its ``number``-th pass, within an open step."""
 
     def interrupt(engine: LLMEngine, number: int, action: Any) -> list[int]:
         worker, calls = drafter_of(engine).s_worker, []
@@ -291,7 +294,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def finish(
     engine: LLMEngine, prompts: list[list[int]], patient: bool = False, params: SamplingParams = GREEDY
 ) -> list[list[int]]:
-    """Tokens of all prompts; with ``patient`` though a step fails."""
+    """Return the tokens of all prompts; ``patient`` goes on after failed steps."""
     tokens = {}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
@@ -379,7 +382,7 @@ def test_models_that_cannot_draft_are_refused(
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    """The demo model's, but for two tokens that have changed places."""
+    """The tokenizer is the demo model's with two tokens exchanged."""
     shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -1,5 +1,4 @@
-"""R-workers that join a running job, leave it, stand still, and come back: every sequence gets the tokens it would
-have had."""
+"""R-workers join a running job, leave it, stop and come back, and every sequence's tokens are unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PATIENCE_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
@@ -43,7 +42,7 @@ def key(tmp_path: Path) -> str:
 
 
 def elsewhere(address: str) -> dict[str, Any]:
-    """The settings of an engine with an R-worker that listens at ``address``, and no way to join."""
+    """Return settings of an engine with an R-worker that listens at ``address``, and without a port for joining."""
     return {"r_workers": address, "pool_listen": None, "kv_cache_memory": None, "r_threads": None}
 
 
@@ -52,12 +51,12 @@ def pool_address(engine: LLMEngine) -> str:
 
 
 def num_on(engine: LLMEngine, worker: int) -> int:
-    """Sequences on one R-worker, none where it has not joined yet."""
+    """Return the number of sequences on one R-worker, or 0 where it has not joined yet."""
     return engine.scheduler.snapshot().r_workers[worker].num_sequences if worker < len(engine.r_workers) else 0
 
 
 def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
-    """Over CURVE: it gets some of the sequences, gives them back when it is told to end, and has ended then."""
+    """Over CURVE an R-worker joins, gets some sequences, returns them when told to end, and ends."""
     with make_llm(folder, key_file=key) as llm:
         engine = llm.engine
         run = ThroughputRun()
@@ -79,12 +78,12 @@ def test_one_joins_takes_its_part_and_leaves(folder: Path, key: str) -> None:
 
 
 def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
-    """One is let go as soon as it asks, another is killed: no step is needed to find out, and all are counted."""
+    """An idle engine lets one R-worker go at once and notices that another was killed, without any step."""
     with make_llm(folder) as llm:
         engine = llm.engine
 
         def look_until(*counts: int) -> None:
-            """As many have joined, were let go and were lost."""
+            """Wait until as many R-workers have joined, were let go and were lost."""
             seen: tuple[int, ...] = ()
             deadline = time.monotonic() + PATIENCE_SECONDS
             while seen != counts and time.monotonic() < deadline:
@@ -107,9 +106,9 @@ def test_an_idle_engine_sees_them_come_and_go(folder: Path) -> None:
 
 
 def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> None:
-    """An R-worker survives short silence; after a long one its sequences continue elsewhere, and it joins again.
+    """A short silence changes nothing; after a long one sequences continue elsewhere, and the R-worker joins again.
 
-    The limit is far above what a loaded machine delays a signal or a heartbeat by.
+    The limit is far above the delays that a loaded machine causes.
     """
     with make_llm(folder, silence_seconds=6.0) as llm:
         engine = llm.engine
@@ -124,7 +123,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> No
                 job.step()
             assert wake.wait() == 0 and not any(lost)
             process.send_signal(signal.SIGSTOP)
-            job.step_until(lambda: sum(lost) == 1)  # nothing but the silence tells
+            job.step_until(lambda: sum(lost) == 1)  # Only the silence tells of the loss.
             process.send_signal(signal.SIGCONT)
             job.step_until(lambda: num_on(engine, 2) > 0, pause_seconds=0.1)
             job.finish()
@@ -135,7 +134,7 @@ def test_one_that_stands_still_is_lost_fenced_and_joins_anew(folder: Path) -> No
 
 @pytest.mark.parametrize("kind", ["listening", pytest.param("spawned", marks=pytest.mark.thorough)])
 def test_the_last_one_is_waited_for(folder: Path, kind: str) -> None:
-    """One that stood still is taken again, one that was started here is started again; requests go on."""
+    """An R-worker that stopped is taken again, one that was started here is started again, and requests go on."""
     with contextlib.ExitStack() as stack:
         process, address = stack.enter_context(r_workers.listening()) if kind == "listening" else (None, "")
         place = elsewhere(address) if process else {"r_workers": "spawn:1", "pool_listen": None}
@@ -149,7 +148,7 @@ def test_the_last_one_is_waited_for(folder: Path, kind: str) -> None:
         while not engine.trouble:
             job.step()
         assert "no other R-worker is left" in engine.trouble
-        with contextlib.suppress(ProcessLookupError):  # what was started here is killed once it is lost
+        with contextlib.suppress(ProcessLookupError):  # A lost R-worker that was started here is killed.
             os.kill(pid, signal.SIGCONT)
         while engine.trouble:
             job.step()
@@ -164,7 +163,8 @@ def test_the_last_one_is_not_waited_for_for_ever(folder: Path) -> None:
         make_llm(folder, wait_for_r_workers=0.5, **elsewhere(address)) as llm,
     ):
         engine = llm.engine
-        llm.generate([{"prompt_token_ids": list(range(1, 100))}], GREEDY, use_tqdm=False)  # its prefix is kept
+        # The engine keeps the prompt's prefix.
+        llm.generate([{"prompt_token_ids": list(range(1, 100))}], GREEDY, use_tqdm=False)
         process.kill()
         while not engine.trouble:
             engine.look_around()
@@ -177,9 +177,12 @@ def test_the_last_one_is_not_waited_for_for_ever(folder: Path) -> None:
                 engine.look_around()
 
 
-@pytest.mark.thorough  # the engine does, above
+@pytest.mark.thorough  # The tests above check the same on an engine.
 def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
-    """Its health says why; with another process at the address it answers again. Loss and return are counted."""
+    """The health of an idle server says why it waits, and it serves again with another process at the address.
+
+    The loss and the return are counted.
+    """
 
     def until(server: RunningServer, wanted: int) -> str:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -204,7 +207,7 @@ def test_an_idle_server_waits_for_its_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine keeps no more of those that came and went, and the blocks of none but the present ones count."""
+    """The engine forgets R-workers that left, and only the present ones' blocks count."""
     monkeypatch.setattr("fastdecode.scheduler.places.workers.KEPT_GONE", 0)
     with make_llm(folder) as llm:
         engine = llm.engine
@@ -222,7 +225,7 @@ def test_one_that_joins_takes_the_place_of_one_long_gone(folder: Path, monkeypat
         assert_nothing_held(engine)
 
 
-@pytest.mark.thorough  # one that listens is, above
+@pytest.mark.thorough  # A test above checks the same with an R-worker that listens.
 def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
@@ -234,7 +237,7 @@ def test_a_spawned_one_that_stands_still_is_killed(folder: Path) -> None:
 
 
 def test_one_of_two_can_be_drained(folder: Path) -> None:
-    """And the one that is left goes on, though it is to go as well, since no other is there."""
+    """The remaining R-worker goes on though it is to be drained as well, since there is no other."""
     with make_llm(folder, r_workers="spawn:2", pool_listen=None) as llm:
         job = Job(llm.engine)
         job.step_until(lambda: num_on(llm.engine, 0) > 3)
@@ -249,7 +252,7 @@ def test_one_of_two_can_be_drained(folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on asking, each second, and is not wanted; once it has been silent another joins at its address."""
+    """A dismissed R-worker asks each second in vain; once it is silent another joins at its address."""
     monkeypatch.setattr("fastdecode.cluster.pool.joining.DISMISSED_SECONDS", 5.0)
     with make_llm(folder) as llm:
         engine = llm.engine
@@ -268,7 +271,7 @@ def test_one_let_go_stays_away_until_it_ends(folder: Path, monkeypatch: pytest.M
 
 
 def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> None:
-    """As where a service manager starts it anew, with another version."""
+    """A service manager may start it anew, with another version."""
     with make_llm(folder) as llm:
         engine = llm.engine
         job, flags = Job(engine), ()
@@ -284,7 +287,7 @@ def test_one_that_ended_at_its_own_wish_is_forgotten_at_once(folder: Path) -> No
 
 @pytest.mark.thorough
 def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And asked ever less often, as it asks every second."""
+    """The refusal is logged once, and the R-worker asks ever less often."""
     with make_llm(folder) as llm:
         job, attempts = Job(llm.engine), llm.engine.backend.join_listener.attempts  # type: ignore[attr-defined]
         with r_workers.joining(pool_address(llm.engine), "--kv-cache-memory", "1000") as (_, address):
@@ -294,7 +297,7 @@ def test_who_is_refused_again_and_again_is_said_once(folder: Path, caplog: pytes
 
 
 def test_an_engine_begins_with_those_that_join(folder: Path, key: str) -> None:
-    """It has no R-worker of its own, waits for two, and goes on when one leaves; the tokens are the same."""
+    """An engine without R-workers waits for two to join, and goes on with the same tokens when one leaves."""
     pool = f"127.0.0.1:{free_port()}"
     flags = ("--key-file", key)
     with r_workers.joining(pool, *flags) as (first, _), r_workers.joining(pool, *flags):
@@ -334,7 +337,7 @@ def _may_try_after(attempts: Attempts, now: list[float], seconds: int) -> bool:
 
 
 def test_who_cannot_join_is_said_and_the_job_goes_on(folder: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
-    """No room for a single block, another secret, and something that is not asked."""
+    """Refused are an R-worker without room for a block, another secret, and something that is no R-worker."""
     with make_llm(folder, key_file=key) as llm:
         job = Job(llm.engine)
         pool = pool_address(llm.engine)
@@ -351,6 +354,6 @@ def test_who_cannot_join_is_said_and_the_job_goes_on(folder: Path, key: str, cap
 
 
 def said(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Which of the refusals have been logged."""
+    """Return which of the refusals have been logged."""
     lines = {"asked": "asked to join and cannot: R-worker", "key": "a peer that does not hold this"}
     return {name for name, line in lines.items() if line in caplog.text}

@@ -1,4 +1,4 @@
-"""The engine under good and bad use: what is refused, what fails alone, and that nothing is left behind."""
+"""The engine under good and bad use: refusals, failures of single requests, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokeniz
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
 def make_engine(folder: Path, **settings: Any) -> LLMEngine:
-    """A small engine over one R-worker."""
+    """Return a small engine over one R-worker."""
     defaults = {
         "device": "cpu",
         "skip_tokenizer_init": True,
@@ -42,7 +42,7 @@ def make_engine(folder: Path, **settings: Any) -> LLMEngine:
 
 @pytest.fixture
 def engine(folder: Path) -> Any:
-    """An engine that must hold no block when the test is done."""
+    """Yield an engine that must hold no block when the test ends."""
     engine = make_engine(folder)
     yield engine
     assert_nothing_held(engine)
@@ -50,7 +50,7 @@ def engine(folder: Path) -> Any:
 
 
 def drain(engine: LLMEngine) -> dict[str, list[int]]:
-    """Run to the end; token ids by request."""
+    """Run to the end, and return token ids by request."""
     tokens = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -74,7 +74,7 @@ def drain(engine: LLMEngine) -> dict[str, list[int]]:
     ],
 )
 def test_bad_prompt_is_refused_and_others_go_on(engine: LLMEngine, prompt: Any, message: str) -> None:
-    """One clear line; what was accepted before and after runs."""
+    """A bad prompt gives one clear line, and earlier and later requests run."""
     engine.add_request("good", [1, 2, 3], GREEDY)
     with pytest.raises(RequestError, match=message) as refusal:
         engine.add_request("bad", prompt, GREEDY)
@@ -83,7 +83,7 @@ def test_bad_prompt_is_refused_and_others_go_on(engine: LLMEngine, prompt: Any, 
 
 
 def test_ids_of_running_requests_are_taken(engine: LLMEngine) -> None:
-    """The same id twice is refused while the first runs, and free again after it."""
+    """An id is refused while its first request runs, and free afterwards."""
     engine.add_request("a", [1, 2], GREEDY)
     with pytest.raises(RequestError, match="already in use"):
         engine.add_request("a", [1, 2], GREEDY)
@@ -93,19 +93,19 @@ def test_ids_of_running_requests_are_taken(engine: LLMEngine) -> None:
 
 
 def test_cache_too_small_for_one_sequence_says_how_much_it_takes(folder: Path) -> None:
-    """With the memory and the length that would work."""
+    """The error names the memory and the length that would work."""
     with pytest.raises(CapacityError, match=r"300 tokens takes .* GiB.*--kv-cache-memory \d+MiB.*--max-model-len \d+"):
         make_engine(folder, kv_cache_memory=100_000)
 
 
 def test_more_memory_than_the_machine_has_is_refused(folder: Path) -> None:
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     with pytest.raises(ConfigError, match="kv_cache_memory: 900TiB is more than this machine's"):
         make_engine(folder, kv_cache_memory="900TiB")
 
 
 def test_abort_in_prompt_and_in_decode(folder: Path) -> None:
-    """Aborted requests leave nothing; the rest get the tokens they would have had."""
+    """Aborted requests leave nothing, and the others' tokens are unchanged."""
     engine = make_engine(folder, max_num_batched_tokens=16, max_num_seqs=8)
     prompts = model_zoo.prompts("llama-gqa")
     for i in range(4):
@@ -120,7 +120,7 @@ def test_abort_in_prompt_and_in_decode(folder: Path) -> None:
 
 
 def test_failed_step_leaves_the_engine_usable(folder: Path) -> None:
-    """An exception in the model's middle: the requests can be aborted, and new ones run."""
+    """After an exception within the model the requests can be aborted, and new ones run."""
     engine = make_engine(folder, num_mini_batches=2)
     prompts, expected = model_zoo.prompts("llama-gqa"), model_zoo.reference("llama-gqa").tokens
     engine.add_request("a", prompts[2], GREEDY)
@@ -137,7 +137,7 @@ def test_failed_step_leaves_the_engine_usable(folder: Path) -> None:
 
 
 def test_a_step_that_fails_after_its_prompts_were_kept_is_tried_again(folder: Path) -> None:
-    """The S-worker's cache of prompts is a step ahead of the scheduler then."""
+    """The S-worker's cache of prompts is then a step ahead of the scheduler."""
     engine = make_engine(folder, prefill_scratch="1MiB", max_num_batched_tokens=16, max_num_seqs=8)
     prompt = model_zoo.prompts("llama-gqa")[3]
     engine.add_request("b", prompt, GREEDY)
@@ -154,7 +154,7 @@ def test_a_step_that_fails_after_its_prompts_were_kept_is_tried_again(folder: Pa
 
 
 def test_nan_logits_fail_one_request_only(engine: LLMEngine) -> None:
-    """A poisoned embedding makes its request end with "error"; the other gets its tokens."""
+    """A poisoned embedding ends its request with "error"; the other request gets its tokens."""
     prompts, expected = model_zoo.prompts("llama-gqa"), model_zoo.reference("llama-gqa").tokens
     weights = engine.s_model.model.get_input_embeddings().weight
     poison = next(t for t in range(512) if t not in prompts[2] and t not in expected[2])
@@ -170,7 +170,7 @@ def test_nan_logits_fail_one_request_only(engine: LLMEngine) -> None:
 
 
 def test_stop_token_and_end_of_text(engine: LLMEngine) -> None:
-    """A stop token ends the text and is its last token; min_tokens holds it back."""
+    """A stop token is the text's last token, and min_tokens holds it back."""
     prompt, tokens = model_zoo.prompts("llama-gqa")[2], model_zoo.reference("llama-gqa").tokens[2]
     stop = tokens[5]
     first = list(tokens).index(stop)
@@ -182,7 +182,7 @@ def test_stop_token_and_end_of_text(engine: LLMEngine) -> None:
 
 
 def test_n_samples_share_the_prompts_blocks(folder: Path) -> None:
-    """Four samples of one prompt hold its whole blocks once, differ, and each equals itself alone by seed."""
+    """Four samples share the prompt's whole blocks, differ, and each equals itself alone by its seed."""
     engine = make_engine(folder, block_size=16)
     prompt = model_zoo.prompts("llama-gqa")[0]
     params = SamplingParams(temperature=1.0, n=4, seed=7, max_tokens=20, ignore_eos=True, detokenize=False)
@@ -206,7 +206,7 @@ def test_n_samples_share_the_prompts_blocks(folder: Path) -> None:
 
 
 def test_breakdown_adds_up(folder: Path) -> None:
-    """s + wait + host = wall in every step, and the R-worker was seen working."""
+    """s + wait + host equals the wall time in every step, and the R-worker was seen at work."""
     engine = make_engine(folder, num_mini_batches=2)
     records: list[StepRecord] = []
     engine.on_step = records.append
@@ -222,7 +222,7 @@ def test_breakdown_adds_up(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_requests(folder: Path) -> None:
-    """2,000 short requests: resident memory after the last is at most 2 % above that after 500."""
+    """After 2,000 short requests the resident memory is at most 2 % above that after 500."""
     engine = make_engine(folder, max_num_seqs=64)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
     resident = {}
@@ -237,7 +237,7 @@ def test_memory_does_not_grow_with_requests(folder: Path) -> None:
 
 
 def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
-    """Ctrl-C in the middle of a forward: the LLM is empty and works again."""
+    """Ctrl-C in the middle of a forward leaves the LLM empty, and it works again."""
     with LLM(str(folder), skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
         calls = iter(range(100))
 
@@ -258,7 +258,7 @@ def test_interrupted_generate_leaves_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["begin_step", "end_step"])
 def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT while a step opens or ends on the R-workers: delivered when nothing is half done."""
+    """SIGINT while a step opens or ends on the R-workers is delivered when nothing is half done."""
     with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_model_len=300, s_threads=1) as llm:
         backend, original = llm.engine.backend, getattr(llm.engine.backend, moment)
 
@@ -276,7 +276,7 @@ def test_interrupt_at_a_steps_edge_leaves_nothing(folder: Path, moment: str, mon
 
 
 def test_a_failed_start_gives_the_cores_back(folder: Path) -> None:
-    """Pinned for the S-worker, then too little memory: the thread has its cores again."""
+    """The thread was pinned for the S-worker; after the error about memory it has its cores again."""
     before = os.sched_getaffinity(0)
     with pytest.raises(CapacityError):
         make_engine(folder, s_cores=str(min(before)), kv_cache_memory="64KiB")
@@ -284,7 +284,7 @@ def test_a_failed_start_gives_the_cores_back(folder: Path) -> None:
 
 
 def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
-    """An idle step does nothing; a closed engine refuses requests."""
+    """A step of an idle engine does nothing, and a closed engine refuses requests."""
     assert engine.step() == []
     other = LLMEngine(engine.config)
     other.close()
@@ -293,7 +293,7 @@ def test_idle_and_closed_engines_say_so(engine: LLMEngine) -> None:
 
 
 def test_a_scheduler_that_replaces_another_is_told_of_everything(folder: Path) -> None:
-    """Of R-workers that are to go as well: none of its sequences begins there."""
+    """The new scheduler also knows which R-workers are to go, and begins no sequence there."""
     engine = make_engine(folder, r_workers="inproc:2", max_num_seqs=4)
     try:
         scheduler = engine.scheduler.with_limits(engine.scheduler.limits)

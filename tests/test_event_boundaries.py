@@ -1,4 +1,4 @@
-"""What befalls an engine between two decisions of a step; tests/chaos draws such events at random."""
+"""Events that reach an engine between two decisions of a step; tests/chaos draws such events at random."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def kill(llm: LLM, index: int) -> None:
-    """R-worker ``index``; returns once it is dead."""
+    """Kill R-worker ``index``, and return once it is dead."""
     pid = r_workers.spawned_pids(llm)[index]
     os.kill(pid, signal.SIGKILL)
     while alive(pid):
@@ -34,7 +34,7 @@ def kill(llm: LLM, index: int) -> None:
 
 
 def finish(engine: LLMEngine) -> dict[int, list[int]]:
-    """The tokens of all requests."""
+    """Run to the end, and return the tokens of all requests."""
     found = {}
     while engine.has_unfinished_requests():
         found |= {int(each.request_id): list(each.outputs[0].token_ids) for each in engine.step()}
@@ -43,7 +43,7 @@ def finish(engine: LLMEngine) -> dict[int, list[int]]:
 
 @pytest.mark.slow
 def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> None:
-    """A drain's moves tell R-workers of releases, and so find out first that one of them is dead."""
+    """A drain's moves send releases to R-workers, and so are first to find that one of them is dead."""
     folder = model_zoo.save_model(NAME, tmp_path)
     with make_llm(folder) as llm:
         engine, records = llm.engine, []
@@ -65,9 +65,10 @@ def test_a_loss_that_is_found_between_two_steps_is_counted(tmp_path: Path) -> No
 def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rolling update after a loss: three long sequences with two copies, one kill, then a drain of the home.
+    """After a loss, an R-worker drains while a second copy of its sequences is made, as in a rolling update.
 
-    Copies are made block by block, so that one is under way after a step however long that took.
+    Three long sequences have two copies. Copies are made block by block, so that one is under way after a step however
+    long the step took.
     """
     monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.MOST_BLOCKS", 1)
     model_zoo.build_model(NAME, max_position_embeddings=2048).save_pretrained(tmp_path)
@@ -90,7 +91,7 @@ def test_the_holder_of_a_sequence_whose_second_copy_is_being_made_drains(
 
 @pytest.mark.slow
 def test_every_golden_run_comes_to_its_end() -> None:
-    """Seeds whose run ends in an error have no digest."""
+    """A seed whose run ends in an error would have no digest."""
     traces = json.loads((TESTS / "golden_traces.json").read_text())
     digests = list(traces["digests"] if isinstance(traces, dict) and "digests" in traces else traces)
     assert None not in digests

@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' ``generate`` token by token, whatever the batch, the chunks and the placement."""
+"""Greedy output equals transformers' ``generate`` token by token, for any batch, chunks and placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = replace(GREEDY, max_tokens=24)
 
 @pytest.fixture(scope="session")
 def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saves each architecture once and returns its folder."""
+    """Return a function that saves an architecture once and returns its folder."""
     root = tmp_path_factory.mktemp("zoo")
 
     @cache
@@ -35,13 +35,13 @@ def zoo_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def made(folder: Path, **settings: Any) -> LLM:
-    """The model with one thread of each kind, unless ``settings`` say otherwise."""
+    """Return an LLM with one thread of each kind, unless ``settings`` say otherwise."""
     defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, "kv_cache_memory": "256MiB"}
     return LLM(str(folder), **{**defaults, "s_threads": 1, "r_threads": 1, **settings})
 
 
 def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Token ids of every prompt, and the check that nothing stays behind."""
+    """Return the token ids of every prompt, and check that nothing stays behind."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     assert_nothing_held(llm.engine)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -50,26 +50,29 @@ def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREED
 def generate(
     folder: Path, prompts: list[list[int]], params: SamplingParams = GREEDY, **settings: Any
 ) -> list[list[int]]:
-    """The same of an engine of its own."""
+    """Return the token ids of every prompt from an engine of its own."""
     with made(folder, **settings) as llm:
         return generated(llm, prompts, params)
 
 
 def expected(name: str, count: int = 64) -> list[list[int]]:
-    """The first tokens that transformers generates for each prompt."""
+    """Return the first tokens that transformers generates for each prompt."""
     return [list(tokens[:count]) for tokens in model_zoo.reference(name).tokens]
 
 
 def reschedule(llm: LLM, **limits: Any) -> None:
-    """Have an engine that holds nothing go on within other limits."""
+    """Let an idle engine go on within other limits."""
     scheduler = llm.engine.scheduler
     llm.engine.replace_scheduler(scheduler.with_limits(replace(scheduler.limits, **limits)))
 
 
 @pytest.mark.parametrize("name", model_zoo.ARCHITECTURES)
 def test_every_architecture_matches_generate(name: str, zoo_folder: Any) -> None:
-    """All prompts in one batch, with 2 and 3 mini-batches (``make test-all``: 1, too, as nearly all tests have); the
-    prompts attend on the S-worker too. Only ``make test-all`` has all 64 tokens."""
+    """All prompts in one batch match, with 2 and 3 mini-batches.
+
+    The prompts attend on the S-worker too. ``make test-all`` adds 1 mini-batch, as nearly all other tests have, and all
+    64 tokens.
+    """
     with made(zoo_folder(name), prefill_scratch="64MiB") as llm:
         room = llm.engine.scheduler.limits.scratch_tokens
         assert room > max(map(len, model_zoo.prompts(name)))
@@ -110,13 +113,13 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_same_tokens_however_it_is_run(name: str, variation: str, zoo_folder: Any) -> None:
-    """Mini-batches, threads, block size, chunk size, placement and company change no token."""
+    """No mini-batches, threads, block size, chunk size, placement or other requests change a token."""
     tokens = generate(zoo_folder(name), model_zoo.prompts(name), SHORT, **VARIATIONS[variation])
     assert tokens == expected(name, SHORT.max_tokens)
 
 
 def test_listening_workers_give_the_same_tokens(zoo_folder: Any) -> None:
-    """Two processes over TCP, with prompts in chunks."""
+    """Two processes over TCP get prompts in chunks."""
     with r_workers.listening() as (_, first), r_workers.listening() as (_, second):
         settings = {"r_workers": f"{first},{second}", "kv_cache_memory": None, "r_threads": None}
         settings |= {"num_mini_batches": 2, "max_num_batched_tokens": 64, "max_num_seqs": 16}
@@ -127,7 +130,7 @@ def test_listening_workers_give_the_same_tokens(zoo_folder: Any) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "bloom"])
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
 def test_every_instruction_set_matches(isa: str, name: str, zoo_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each path of the R-worker gives the reference's tokens."""
+    """Each instruction set of the R-worker gives the reference's tokens."""
     from fastdecode import _rworker
 
     if isa not in _rworker.supported_isas():
@@ -137,18 +140,18 @@ def test_every_instruction_set_matches(isa: str, name: str, zoo_folder: Any, mon
 
 
 def test_alone_as_in_a_crowd(zoo_folder: Any) -> None:
-    """One prompt by itself."""
+    """A prompt alone has the tokens that it has among others."""
     tokens = generate(zoo_folder("mistral"), model_zoo.prompts("mistral")[:1], SHORT)
     assert tokens == expected("mistral", SHORT.max_tokens)[:1]
 
 
 DENSE = [name for name in model_zoo.ARCHITECTURES if name not in model_zoo.ROUTED]
-"""Without a router: where two experts nearly tie, bfloat16 picks either, and the logits jump."""
+"""Models without a router; where two experts nearly tie, bfloat16 picks either, and the logits jump."""
 
 
 @pytest.mark.parametrize("name", thinned(DENSE, 6))
 def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> None:
-    """After each token of our text each side's choice is among the other's best ten of 512, and mostly the same."""
+    """After each token of our text, each side's choice is among the other's best ten of 512, and mostly equal."""
     theirs = model_zoo.load_model(name, torch.bfloat16)
     params = replace(GREEDY, logprobs=10, max_tokens=64 if SEES_ALL else 24)
     with made(zoo_folder(name), dtype="bfloat16") as llm:
@@ -161,12 +164,12 @@ def test_bfloat16_differs_only_between_near_ties(name: str, zoo_folder: Any) -> 
         for token, logprobs, ten in zip(mine.token_ids, mine.logprobs, best, strict=True):
             assert token in ten and ten[0] in logprobs
             same.append(token == ten[0])
-    assert sum(same) > (0.9 if SEES_ALL else 0.85) * len(same)  # of fewer tokens chance has more
+    assert sum(same) > (0.9 if SEES_ALL else 0.85) * len(same)  # Fewer tokens vary more by chance.
 
 
 @pytest.mark.parametrize("name", thinned(model_zoo.ARCHITECTURES, 3, 1))
 def test_every_architecture_matches_with_drafts(name: str, zoo_folder: Any) -> None:
-    """Though three in ten drafts are wrong; from 1 to 8 of them, over 1 to 3 mini-batches and R-workers."""
+    """1 to 8 drafts, three in ten of them wrong, match over 1 to 3 mini-batches and R-workers."""
     number, prompts, wanted = list(model_zoo.ARCHITECTURES).index(name), model_zoo.prompts(name), expected(name)
     num_drafts, r_workers = 1 + number % 8, f"inproc:{1 + number // 3 % 3}"
     settings = {"r_workers": r_workers, "num_mini_batches": 1 + number % 3, "block_size": 16}

@@ -1,4 +1,7 @@
-"""The examples that are scripts do what they say, with the demo model (examples/tour.py: tests/test_tour.py)."""
+"""The examples that are scripts do what they say, with the demo model.
+
+tests/test_tour.py runs examples/tour.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Processes that a script would end at its exit."""
+    """End the processes that a script would end at its exit."""
     register = atexit.register
     with contextlib.ExitStack() as end:
 
@@ -47,7 +50,7 @@ def printed_by(name: str, capfd: pytest.CaptureFixture[str]) -> str:
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
-        signal.alarm(0)  # the script's limit, where it fails
+        signal.alarm(0)  # The alarm is the script's own limit, and stays set if it fails.
     return capfd.readouterr().out
 
 
@@ -63,7 +66,7 @@ def test_a_spot_host_that_has_notice_one_that_vanishes_and_a_new_one(capfd: pyte
 
 
 def test_shared_documents_are_computed_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """Three questions for each of two documents: nearly a third of the tokens."""
+    """Three questions for each of two documents compute nearly a third of the tokens."""
     printed = printed_by("shared_documents.py", capfd)
     found = re.search(r"(\d+) tokens of prompts computed, (\d+) without", printed)
     assert found and int(found[1]) < 0.45 * int(found[2])
@@ -78,8 +81,11 @@ def forward(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def cut_off(url: str, num_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """The address of a door to ``url`` that breaks the first connection after so many bytes, each later one after as
-    many more, since an event holds all that is new; and what each one brought."""
+    """Yield the address of a proxy of ``url`` that breaks connections, and the bytes of each connection.
+
+    The first one breaks after ``num_bytes``. Each later one breaks after as many more, since an event holds all that is
+    new.
+    """
     address = urllib.parse.urlsplit(url)
     brought: list[int] = []
 
@@ -100,7 +106,7 @@ def cut_off(url: str, num_bytes: int) -> Iterator[tuple[str, list[int]]]:
 
 
 def test_a_stream_outlives_its_connections(tmp_path: Path) -> None:
-    """Each event comes once, wherever a connection breaks; a request that is wrong is not repeated for ever."""
+    """Each event comes once, wherever a connection breaks, and a wrong request is not repeated for ever."""
     stream = runpy.run_path(str(EXAMPLES / "reconnect.py"))["stream"]
     asked = {"prompt": "def f(x):\n", "max_tokens": 24, "temperature": 0, "stream": True, "logprobs": 1}
     with serving(tmp_path, "--journal", str(tmp_path / "journal")) as server:
@@ -114,7 +120,7 @@ def test_a_stream_outlives_its_connections(tmp_path: Path) -> None:
 
 
 def _said(events: list[Any]) -> tuple[str, list[str]]:
-    """Text and tokens, however they were cut."""
+    """Return text and tokens, however they were cut."""
     choices = [event["choices"][0] for event in events]
     told = [choice["logprobs"]["tokens"] for choice in choices if choice["logprobs"]]
     return "".join(choice["text"] for choice in choices), [token for tokens in told for token in tokens]

@@ -1,4 +1,4 @@
-"""``docs/features.md`` says which pairs are refused today."""
+"""``docs/features.md`` says which pairs of features are refused today."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_page_is_today_s() -> None:
-    """Whoever changes a refusal runs ``python scripts/features.py``."""
+    """A change of a refusal needs ``python scripts/features.py``."""
     spec = importlib.util.spec_from_file_location("features", ROOT / "scripts" / "features.py")
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The house's floors: an upper module may import a lower one, never back (docs/structure.md)."""
+"""The floors of the code: an upper module may import a lower one, never back (docs/structure.md)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FLOORS = [
     {"engine", "tensor_parallel", "prefills", "drafting"} | {"journal"} | {"api.request", "api.text"},
     {"cli", "server", "llm", "batch", "perfmodel.lab"},
 ]
-"""Names under ``fastdecode``, the package itself being ""; a name stands for all that is in it."""
+"""Names under ``fastdecode``, where "" is the package itself; a name stands for all modules in it."""
 
 APART = {1, 3}
-"""Floors whose rooms know nothing of each other: a module imports lower floors and its own room."""
+"""Floors whose entries may not import each other: a module imports lower floors and its own entry."""
 
 OUTSIDE = {0: {"numpy", "msgspec"}, 1: {"numpy"}, 2: {"numpy"}}
-"""Third-party packages these floors may import."""
+"""Third-party packages that these floors may import."""
 
 LIVES_IN = {"torch": "sworker", "transformers": "sworker", "safetensors": "sworker", "greenlet": "sworker"}
 LIVES_IN |= {"llguidance": "sworker", "opentelemetry": "server"}
@@ -40,7 +40,8 @@ KNOW_CLUSTER = {
     "cli.cache",
     "cli.doctor_parking",
 }
-"""The engine's choice of a backend, processes that are R-workers and prefill workers, and what reads their disks."""
+"""The modules that may import ``cluster``: the choice of a backend, R-workers, prefill workers, and readers of disks.
+"""
 
 IN_ONE_FILE = {"mpi4py", "ray"}
 WITH_ZMQ = {"cluster.links.zeromq", "cluster.links.zmq_socket"}
@@ -48,7 +49,7 @@ NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marsh
 
 
 def room_of(name: str) -> str:
-    """The longest entry of FLOORS that ``name`` is in."""
+    """Return the longest entry of FLOORS that contains ``name``."""
     rooms = [room for floor in FLOORS for room in floor if name == room or (room and name.startswith(room + "."))]
     if not rooms:
         raise AssertionError(f"fastdecode.{name} has no floor: enter it in FLOORS")
@@ -60,7 +61,7 @@ def floor_of(name: str) -> int:
 
 
 def violations(modules: Sequence[Module]) -> list[str]:
-    """One line per broken rule."""
+    """Return one line per broken rule."""
     return [line for module in modules for line in (*_own_violations(module), *_other_violations(module))] + [
         f"{name} is imported in several files: {', '.join(users)}"
         for name in sorted(IN_ONE_FILE)
@@ -110,7 +111,7 @@ def test_floors_are_kept() -> None:
 
 @pytest.mark.slow
 def test_only_the_engine_and_prefill_workers_know_both_sides() -> None:
-    """The composition root knows the S side as such, the R side as the backend it asks for."""
+    """The composition root knows the S side as such, and the R side as the backend that it asks for."""
     doors = {"engine.compose.backends", "engine.compose.own_caches"}
     rooms = {m.name: {room_of(name) for name in m.own} for m in modules()}
     assert [name for name, own in rooms.items() if {"sworker", "cluster"} <= own] == ["prefills.worker"]
@@ -157,7 +158,7 @@ def test_transports_live_in_one_file_each() -> None:
 
 
 def test_no_assert_statements() -> None:
-    """Input checks must survive ``python -O``."""
+    """Checks of input must survive ``python -O``."""
     asserting = [
         f"{sources()[name].relative_to(ROOT)}:{node.lineno}"
         for name, tree in trees().items()
@@ -168,7 +169,7 @@ def test_no_assert_statements() -> None:
 
 
 def test_an_r_worker_starts_without_torch(tmp_path: Path) -> None:
-    """In a process of its own, outside the checkout; cli.main is on the way to `fastdecode r-worker`."""
+    """The process is started outside the checkout; cli.main is imported by `fastdecode r-worker`."""
     code = """
 import importlib, sys
 for name in ("fastdecode", "fastdecode.scheduler", "fastdecode.cluster.r_worker.session",

@@ -1,4 +1,4 @@
-"""The processes that tests fork in place of starting them: children as any other."""
+"""Processes that tests fork instead of starting them behave as any other child."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_commands_of_the_product_are_forked() -> None:
     ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=str
 )
 def test_a_fork_is_a_child_that_signals_end(number: int, status: int) -> None:
-    """With the words that were asked for, no file of ours open, and its own status."""
+    """A fork has the given arguments, none of our open files, and its own status."""
     descriptor = os.open("/dev/zero", os.O_RDONLY)
     with r_workers.listening() as (process, _):
         place = Path("/proc", str(process.pid))
@@ -52,7 +52,7 @@ def test_environment_and_folder_are_those_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_relay_is_as_its_fork(tmp_path: Path) -> None:
-    """In its files, environment and folder, with its status or its signal; and neither outlives the other."""
+    """A relay has its fork's files, environment, folder, and status or signal, and neither outlives the other."""
     code = "import os, sys, time; print(os.getpid(), os.environ['OURS'], os.getcwd(), flush=True)\n"
     environment = os.environ | {"OURS": "here"}
 
@@ -75,7 +75,7 @@ def test_a_relay_is_as_its_fork(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_what_is_started_from_nothing_does_the_same() -> None:
-    """An S-worker and its R-worker; a fork's own processes always start so, and R-workers of test_mpi*.py."""
+    """An S-worker and its R-worker work without forks, as a fork's own processes and test_mpi*.py always do."""
     command = [FASTDECODE, "generate", "def main():", "--max-tokens", "8", "--temperature", "0", "--device", "cpu"]
     command += ["--r-workers", "spawn:1", "--kv-cache-memory", "16MiB"]
     with true_starts():

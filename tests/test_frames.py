@@ -1,4 +1,4 @@
-"""The wire format: what is written is read back, and anything else is refused before it is obeyed or allocated."""
+"""The wire format: what is written is read back, and all else is refused before it is obeyed or allocated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.pool.worker_info import NUM_PINGS
-from fastdecode.cluster.wire import messages, payload, weighing
+from fastdecode.cluster.wire import auditing, messages, payload, weighing
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
+from fastdecode.core.auditing import AuditAnswer, AuditMode, AuditQuestion, answer_bytes, query_bytes
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import WeighedPart, Weighing
@@ -32,7 +33,7 @@ LAYOUT = KVLayout(
 
 
 class Pipe:
-    """Both ends of a channel in one process, with messages that a test may change on their way."""
+    """Both ends of a channel in one process; a test may change the messages between them."""
 
     def __init__(self) -> None:
         self.messages: list[list[bytes]] = []
@@ -89,7 +90,7 @@ def test_any_header_is_read_or_refused(data: bytes) -> None:
 
 
 def test_frames_are_numbered_and_belong_to_one_session() -> None:
-    """A replayed, a late and another session's frame are refused; a number may be skipped."""
+    """Replayed, late and other sessions' frames are refused, and a number may be skipped."""
     pipe = Pipe()
     sender, receiver = Conversation(pipe), Conversation(pipe)
     sender.epoch = receiver.epoch = 7
@@ -219,7 +220,7 @@ def test_a_peer_that_rotates_otherwise_is_refused_by_name() -> None:
     ],
 )
 def test_json_that_is_hard_to_read_or_to_show_is_refused(value: str, message: str) -> None:
-    """In few words, for they go to the log and back."""
+    """The refusals are short, since they go to the log and back to the peer."""
     good = messages.encode_hello(messages.Hello("host:1", LAYOUT, 32)).decode()
     with pytest.raises(FrameError, match=message) as caught:
         messages.decode_hello(good.replace('"block_size":32', f'"block_size": {value}').encode())
@@ -256,7 +257,7 @@ def test_a_lying_welcome_is_refused(name: str, value: Any) -> None:
 
 
 def test_a_refusal_can_be_printed() -> None:
-    """Whatever an error said, and however long."""
+    """Any text of an error can be printed, however long."""
     error, message = messages.decode_refusal(messages.encode_refusal("frame", "a\n\x1b[2J\ud800é" + "x" * 9999))
     assert error == "frame" and message.startswith("a??[2J?éx") and len(message) == MAX_TEXT
 
@@ -287,8 +288,62 @@ def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
             continue
 
 
+AUDITED = [
+    AuditQuestion(AuditMode.CHECK, 7, 0, 40, 41),
+    AuditQuestion(AuditMode.PARTIAL, 7, 1, 40, 41),
+    AuditQuestion(AuditMode.READ, 8, 0, 600, 1),
+    AuditQuestion(AuditMode.ROWS, -3, 1, 0, 5),
+]
+"""Questions of every form about both layers of LAYOUT."""
+
+
+def test_questions_of_an_audit_are_read_as_they_were_written() -> None:
+    sizes = [query_bytes(LAYOUT, each) for each in AUDITED]
+    assert [size > 0 for size in sizes] == [False, True, True, False]
+    memory = np.arange(sum(sizes), dtype=np.int64).astype(np.uint8)
+    asked = auditing.with_queries(AUDITED, LAYOUT, memory)
+    numbers, queries = auditing.encode_questions(asked)
+    assert queries.tobytes() == memory.tobytes()
+    found = auditing.decode_questions(numbers, LAYOUT)
+    assert all(each.query is None for each in found)
+    wanted = [(each.mode, each.sequence_id, each.layer, each.position, each.num_tokens) for each in AUDITED]
+    assert [(each.mode, each.sequence_id, each.layer, each.position, each.num_tokens) for each in found] == wanted
+
+
+def test_answers_of_an_audit_are_read_as_they_were_written() -> None:
+    answers = [
+        AuditAnswer(number % 2 == 1, np.full(answer_bytes(LAYOUT, each), number, np.uint8))
+        for number, each in enumerate(AUDITED)
+    ]
+    read = auditing.decode_answers(*auditing.encode_answers(answers), AUDITED, LAYOUT)
+    assert [each.is_damaged for each in read] == [False, True, False, True]
+    assert [each.found.tobytes() for each in read] == [each.found.tobytes() for each in answers]
+    with pytest.raises(FrameError, match="must be 0 or 1"):
+        auditing.decode_answers(np.array([2], np.uint8), np.zeros(0, np.uint8), AUDITED[:1], LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([(5, 7, 0, 40, 41)], "mode 5 is unknown"),
+        ([(-1, 7, 0, 40, 41)], "mode -1 is unknown"),
+        ([(0, 7, 2, 40, 41)], "layer 2 does not exist"),
+        ([(0, 7, -1, 40, 41)], "layer -1 does not exist"),
+        ([(1, 7, 0, 41, 41)], "a row at position 41 of 41 tokens"),
+        ([(1, 7, 0, -1, 41)], "position must be"),
+        ([(3, 7, 0, 1 << 41, 1)], "position must be"),
+        ([(4, 7, 0, 0, 0)], "num_tokens 1 to"),
+        ([(4, 7, 0, 0, 1 << 39)], "its answer has"),
+        ([(0, 7, 0, 0, 1)] * 257, "bytes of numbers"),
+    ],
+)
+def test_lying_questions_of_an_audit_are_refused(asked: list[Any], message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        auditing.decode_questions(np.array(asked, auditing.QUESTION).tobytes(), LAYOUT)
+
+
 def weighing_of(layers: tuple[int, ...] = (0, 1)) -> Weighing:
-    """A query of both layers of LAYOUT at position 40, all of whose elements are told apart."""
+    """Return a query of both layers of LAYOUT at position 40, whose elements all differ."""
     memory = np.arange(weighing.num_query_bytes(LAYOUT, layers), dtype=np.uint8)
     return Weighing(WeighedPart(0, 7, 40, 512, 30), 16, layers, weighing.queries_of(LAYOUT, layers, memory))
 
@@ -365,16 +420,20 @@ def test_a_report_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (Kind.PONG, bytes(7), "it sent a PONG frame of 7 bytes"),
-        (Kind.PONG, struct.pack("<d", float("nan")), "it sent a PONG frame with nan"),
-        (Kind.EXPORTED, struct.pack("<q", -1), "it exports -1 bytes, and its cache holds"),
-        (Kind.EXPORTED, struct.pack("<q", 1 << 62), "it exports 4,611,686,018,427,387,904 bytes, and its cache holds"),
+        (Kind.PONG, bytes(7), "a PONG frame of 7 bytes came"),
+        (Kind.PONG, struct.pack("<d", float("nan")), "a PONG frame came with nan"),
+        (Kind.EXPORTED, struct.pack("<q", -1), "the R-worker exports -1 bytes, and its cache holds"),
+        (
+            Kind.EXPORTED,
+            struct.pack("<q", 1 << 62),
+            "the R-worker exports 4,611,686,018,427,387,904 bytes, and its cache holds",
+        ),
         (Kind.REPORT, bytes(9), "REPORT: 9 bytes, not 24"),
         (Kind.REFUSED, b"nonsense", "REFUSED: JSON is malformed"),
     ],
 )
 def test_an_r_worker_that_answers_nonsense_is_lost(kind: Kind, body: bytes, message: str) -> None:
-    """By its name, so that the others go on."""
+    """The loss names the R-worker, so that the others go on."""
     pipe, script = Pipe(), Pipe()
     pipe.send = lambda parts: None  # type: ignore[method-assign]
     answers = Conversation(script)

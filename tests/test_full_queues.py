@@ -1,4 +1,4 @@
-"""A peer that is killed while nobody reads what it has sent: libzmq 4.3.5 aborted the process that listens."""
+"""A peer is killed while its messages are unread; libzmq 4.3.5 then aborted the process that listens."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MOST_IN_FLIGHT
 
 PATIENCE_SECONDS = 60.0
-MESSAGES = 450  # more than a queue here, fewer than one here and one there
+MESSAGES = 450  # These are more messages than one queue holds, and fewer than two.
 
 LISTEN = """
 import sys
@@ -75,7 +75,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("reader_listens", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_peer_is_killed_while_its_messages_wait(reader_listens: bool) -> None:
-    """The one that goes on reading lives, whichever side had connected."""
+    """The process that goes on reading lives, whichever side had connected."""
     send = SEND.format(connects=reader_listens, messages=MESSAGES)
     read = READ.format(listens=reader_listens)
     with ExitStack() as opened:
@@ -84,7 +84,7 @@ def test_a_peer_is_killed_while_its_messages_wait(reader_listens: bool) -> None:
         connector = opened.enter_context(started(connects, line(listener)))
         reader, sender = (listener, connector) if reader_listens else (connector, listener)
         assert (line(reader), line(sender)) == ("there", "sent")
-        time.sleep(0.3)  # libzmq's threads go on
+        time.sleep(0.3)  # Give libzmq's threads time to go on.
         sender.kill()
         sender.wait()
         reader.communicate("\n", timeout=PATIENCE_SECONDS)
@@ -92,7 +92,7 @@ def test_a_peer_is_killed_while_its_messages_wait(reader_listens: bool) -> None:
 
 
 def test_a_chain_sends_no_more_than_its_window() -> None:
-    """To a worker that is slow to answer: so the queue of one that is slow to read never fills."""
+    """A worker that is slow to answer gets no more than the window, so its queue never fills."""
     taken: SimpleQueue[tuple[bytes, int]] = SimpleQueue()
 
     def take(port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:

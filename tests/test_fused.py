@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings in one pass give what the models' own code gives, whatever their company."""
+"""Fused norms and rotary embeddings give what the models' own code gives, in any batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def norm_of(kind: type, dim: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def bf16_steps(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    """How many bfloat16 numbers lie between two of one sign, at most."""
+    """Return how many bfloat16 numbers of one sign lie between two, at most."""
     return int((found.view(torch.int16).int() - wanted.view(torch.int16).int()).abs().max())
 
 
@@ -42,7 +42,7 @@ def bf16_steps(found: torch.Tensor, wanted: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 24, 64, 100, 576, 2048])
 def test_rms_norm_matches(dim: int, dtype: torch.dtype, isa: str) -> None:
-    """Against Llama's own; in bfloat16 all but the last bit of few values."""
+    """The result is Llama's own; in bfloat16 a few values differ in the last bit."""
     torch.manual_seed(dim)
     norm, rows = norm_of(LlamaRMSNorm, dim, dtype), torch.randn(33, dim).to(dtype)
     out = torch.empty_like(rows)
@@ -55,7 +55,7 @@ def test_rms_norm_matches(dim: int, dtype: torch.dtype, isa: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 2), (3, 10), (4, 64), (9, 80), (2, 128)])
 def test_rotation_is_the_models_own_bit_by_bit(heads: int, dim: int, dtype: torch.dtype, isa: str) -> None:
-    """Of rows with gaps between them, as slices of a shared product are."""
+    """Rows have gaps between them, as slices of a shared product have."""
     torch.manual_seed(dim)
     rows = torch.randn(21, heads * dim + 7)[:, : heads * dim].to(dtype)
     wide = torch.randn(21, heads * dim + 8).to(dtype)
@@ -139,7 +139,7 @@ def test_a_rotation_of_another_form_is_left_out() -> None:
 
 
 def test_what_a_rotation_does_not_know_goes_to_the_models_own() -> None:
-    """Partly rotated heads, several sequences, other dtypes."""
+    """Partly rotated heads, several sequences and other dtypes are left to the model's own code."""
     calls = []
 
     def own(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +159,7 @@ ROTARY = {"llama-gqa": 3, "mistral": 6, "qwen2": 3, "qwen3": 3, "phi3": 3, "gemm
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_models_code_has_them_replaced(name: str) -> None:
-    """And the logits stay what they were; test_exactness.py has the tokens."""
+    """The logits stay the same; test_exactness.py compares the tokens."""
     model = model_zoo.build_model(name).requires_grad_(False)
     ids = torch.tensor([model_zoo.prompts(name)[2]])
     wanted = model(ids, use_cache=False).logits

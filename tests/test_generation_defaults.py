@@ -1,4 +1,4 @@
-"""generation_config.json: what cannot be meant is left out and said in one line, and no client hears of it."""
+"""generation_config.json: values that cannot be used are left out with one line in the log, and clients see none."""
 
 from __future__ import annotations
 

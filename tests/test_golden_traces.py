@@ -1,4 +1,4 @@
-"""The scheduler's decisions are those that were recorded: bytes of every plan and all tokens of seeded runs.
+"""The scheduler's decisions are the recorded ones: bytes of every plan and all tokens of seeded runs.
 
 ``python tests/test_golden_traces.py`` records them anew, for a change that is meant to decide otherwise; its commit
 says why.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the command above
+sys.path.insert(0, str(Path(__file__).parent))  # The path is for the command above.
 
 from helpers.examples import SEES_ALL, thinned
 from helpers.golden import GoldenRun
@@ -20,12 +20,12 @@ from helpers.golden import GoldenRun
 RECORDED = Path(__file__).parent / "golden_traces.json"
 NUM_RUNS, NUM_GROUPS = 2000, 8
 STRIDE = 1 if SEES_ALL else 16
-"""Every run is repeated by ``make test-all``, one in sixteen by ``make test``."""
+"""``make test-all`` repeats every run, and ``make test`` one in sixteen."""
 
 
 @pytest.mark.parametrize("group", thinned(range(NUM_GROUPS), 2))
 def test_decisions_are_those_recorded(group: int) -> None:
-    """A difference says in which run; its events say what to look at."""
+    """The error names the run that differs, and its events say what to look at."""
     recorded = json.loads(RECORDED.read_text())
     assert len(recorded) == NUM_RUNS
     for seed in range(group * STRIDE, NUM_RUNS, NUM_GROUPS * STRIDE):
@@ -38,7 +38,7 @@ def test_a_run_repeats_and_another_differs() -> None:
 
 
 def record(seed: int) -> str | None:
-    """The run's digest; None where the scheduler fails, which is a fault to mend."""
+    """Return the run's digest, or None where the scheduler fails, which is a fault to mend."""
     try:
         return GoldenRun(seed).digest()
     except Exception as error:

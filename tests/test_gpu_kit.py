@@ -1,4 +1,4 @@
-"""The GPU kit: its report has a row or a reason for each part, however parts end; on a CPU it runs from end to end."""
+"""The GPU kit: its report has a row or a reason for each part, and a CPU runs all of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = """at.write_text('[{"name": "first", "value": 1.5, "unit": "x", "note": "a
 
 
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit: float = 20.0) -> report.Ended:
-    """Run a part of this code, whose process writes a row first."""
+    """Run a part with this code, whose process writes a row first."""
     (tmp_path / "own_part.py").write_text(WRITES + ROW + textwrap.dedent(code))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return run_part(PartSpec("b", "A part", "own_part", 9, 9), "cpu", True, tmp_path, limit)
@@ -50,7 +50,7 @@ def test_a_part_that_fails_has_its_rows_and_the_reason(tmp_path: Path, monkeypat
 def test_a_part_that_takes_too_long_is_stopped_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of it there are the rows so far; a child that it started does not stay."""
+    """The rows written so far are in the report, and a child that the part started does not stay."""
     code = """
         import subprocess, time
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -106,7 +106,7 @@ def test_wheels_of_this_python_are_taken(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(420)
 def test_the_kit_runs_on_a_cpu(tmp_path: Path) -> None:
-    """All parts of a quick run; what needs a GPU has its reason."""
+    """All parts of a quick run end, and those that need a GPU say so."""
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "gpu_kit", "--device", "cpu", "--quick", "--out", str(tmp_path)]
     subprocess.run(command, env=environment, check=True, timeout=400)

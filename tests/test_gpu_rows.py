@@ -1,4 +1,4 @@
-"""Rows on a GPU in one launch each: kernels in Triton's interpreter, held against what torch and the models compute."""
+"""Kernels that compute rows on a GPU in one launch each, in Triton's interpreter, against torch and the models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="these run in the proce
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_all_of_these_in_tritons_interpreter() -> None:
-    """In a process of its own, since triton reads the variable when it is imported."""
+    """The tests run in a process of their own, since triton reads the variable when it is imported."""
     pytest.importorskip("triton", reason="pip install triton, which GPU builds of torch bring along")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"}
@@ -58,7 +58,7 @@ def test_norms(offset: float, round_first: bool, dtype: torch.dtype, width: int)
 @pytest.mark.parametrize("dim", [16, 24, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotations_of_views(dtype: torch.dtype, dim: int) -> None:
-    """Heads come as transposed views of rows, whose strides are anything."""
+    """Heads are transposed views of rows, with any strides."""
     from fastdecode.sworker.model.triton_rows import rotate
 
     rows = random(1, 7, 3, 2 * dim, dtype=dtype)[..., dim:].transpose(1, 2)
@@ -89,7 +89,7 @@ def test_gates(dtype: torch.dtype) -> None:
     ],
 )
 def test_models_answer_as_before(name: str, norms: bool, rotated: bool, gated: bool) -> None:
-    """Each model's logits are those of its own code within rounding, and everything can be put back."""
+    """Each model's logits are those of its own code within rounding, and all replacements can be undone."""
     model = model_zoo.build_model(name)
     ids = torch.tensor([tiny_hybrids.random_prompts((20,))[0]])
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""An R-worker's health port: what it tells, and that no client of it can disturb the R-worker."""
+"""An R-worker's health port: what it says, and that no client of it can disturb the R-worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Place = tuple[str, int]
 
 
 def ask(place: Place, path: str, method: str = "GET") -> tuple[int, str]:
-    """The status and the body of the answer."""
+    """Return the status and the body of the answer."""
     connection = http.client.HTTPConnection(*place, timeout=PATIENCE_SECONDS)
     with contextlib.closing(connection):
         connection.request(method, path)
@@ -38,7 +38,7 @@ def ask(place: Place, path: str, method: str = "GET") -> tuple[int, str]:
 
 
 def metrics(place: Place) -> dict[str, float]:
-    """The values that /metrics gives, by name without the prefix."""
+    """Return the values of /metrics, by name without the prefix."""
     status, text = ask(place, "/metrics")
     assert status == 200
     lines = [line.removeprefix(PREFIX).split() for line in text.splitlines() if not line.startswith("#")]
@@ -47,13 +47,13 @@ def metrics(place: Place) -> dict[str, float]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[tuple[subprocess.Popen[str], str, Place]]:
-    """An R-worker, its address, and that of its health port."""
+    """Yield an R-worker, its address, and that of its health port."""
     with r_workers.listening("--health-listen", "127.0.0.1:0") as (process, address):
         yield process, address, place_told(process)
 
 
 def place_told(process: subprocess.Popen[str]) -> Place:
-    """The health port that an R-worker names as it starts."""
+    """Return the health port that an R-worker prints when it starts."""
     line = process.stdout.readline() if process.stdout else ""
     host, _, port = line.partition("http://")[2].removesuffix("/health\n").partition(":")
     return host, int(port)
@@ -61,7 +61,7 @@ def place_told(process: subprocess.Popen[str]) -> Place:
 
 @pytest.fixture
 def port() -> Iterator[HealthPort]:
-    """A health port in this process; the R-worker that it tells of is ready."""
+    """Yield a health port in this process, of an R-worker that is ready."""
     vitals = Vitals()
     vitals.is_ready = True
     health = HealthPort("127.0.0.1", 0, vitals)
@@ -76,7 +76,7 @@ def place_of(health: HealthPort) -> Place:
 
 @pytest.mark.slow
 def test_an_r_worker_that_cannot_join_says_why(tmp_path: Path) -> None:
-    """First nobody listens at the pool's address, then a pool with another key; the R-worker is alive all the time."""
+    """First nobody listens at the pool's address, then the key is wrong; the R-worker is alive all the time."""
     key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))
     pool = f"127.0.0.1:{free_port()}"
 
@@ -129,13 +129,13 @@ def test_a_worker_that_leaves_starts_or_hangs_is_not_healthy(port: HealthPort, m
     place, vitals = place_of(port), port.vitals
     assert ask(place, "/health")[0] == 200
     vitals.is_leaving = True
-    assert ask(place, "/health") == (503, "it is leaving\n")
+    assert ask(place, "/health") == (503, "the R-worker is leaving\n")
     vitals.is_leaving, vitals.is_ready = False, False
-    assert ask(place, "/health") == (503, "it is starting\n")
+    assert ask(place, "/health") == (503, "the R-worker is starting\n")
     vitals.is_ready = True
     monkeypatch.setattr(vitals_module, "STUCK_SECONDS", -1.0)
     status, text = ask(place, "/health")
-    assert status == 503 and "its main loop has been stuck" in text
+    assert status == 503 and "main loop has been stuck" in text
     assert metrics(place)["healthy"] == 0
 
 
@@ -169,7 +169,7 @@ def test_malformed_requests_harm_only_themselves(sent: bytes, port: HealthPort) 
 
 
 def test_clients_that_say_nothing_are_sent_away(port: HealthPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All connections are taken by such clients; one of them sends a byte now and then."""
+    """Such clients take all connections, and one of them sends a byte now and then."""
     monkeypatch.setattr("fastdecode.cluster.r_worker.health.CLIENT_SECONDS", 0.5)
     place = place_of(port)
     with contextlib.ExitStack() as stack:
@@ -210,7 +210,7 @@ def test_a_port_that_cannot_be_used_is_reported(capfd: pytest.CaptureFixture[str
 
 
 def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise all containers of one host would pin their threads to its first cores."""
+    """Otherwise all containers of a host would pin their threads to its first cores."""
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:

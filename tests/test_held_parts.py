@@ -1,4 +1,4 @@
-"""What ranks' R-workers have kept of a session is levelled: every part ends up with the same tokens."""
+"""A session's sequences on several ranks' R-workers are cut so that every rank has the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 4
 
 
 def drawn_part(rng: np.random.Generator, shared: int) -> dict[int, HeldSequence]:
-    """Some of ten sequences; those of even names share up to ``shared`` first blocks."""
+    """Return some of ten sequences; those of even names share up to ``shared`` first blocks."""
     found, first = {}, 100
     for name in range(10):
         if rng.random() < 0.8:
@@ -33,7 +33,7 @@ def share(part: dict[int, HeldSequence], one: int, other: int, index: int) -> bo
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_are_levelled(seed: int) -> None:
-    """Nothing that one part lacks is kept, all that every part has is, and blocks stay shared that all share."""
+    """Nothing that a part lacks is kept, all that every part has is kept, and blocks shared in all stay shared."""
     rng = np.random.default_rng(seed)
     parts = [drawn_part(rng, shared) for shared in rng.integers(0, 4, 3)]
     kept = {each.cache_id: each for each in common(parts, BLOCK)}
@@ -52,7 +52,7 @@ def test_parts_are_levelled(seed: int) -> None:
 
 
 def lengths_after(part: dict[int, HeldSequence], controls: tuple[tuple[int, int, int, int], ...]) -> dict[int, int]:
-    """Lengths of a part's sequences after CONTROL records, each of one that is there."""
+    """Return the lengths of a part's sequences after CONTROL records, each for a sequence that is there."""
     lengths = {name: each.num_tokens for name, each in part.items()}
     for verb, name, _, length in controls:
         if verb == Verb.RELEASE:

@@ -1,4 +1,4 @@
-"""``--help``: commands in groups, and of each command a few flags in a line each."""
+"""``--help``: commands in groups, and a few flags of each command, in one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An R-worker that decodes for a real S-worker while others try it: what they send is refused, and no token changes."""
+"""An R-worker under attack decodes for a real S-worker: hostile frames are refused, and no token changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokeniz
 
 
 class Stranger:
-    """Another connection, with the R-worker's key or without."""
+    """A second connection, with the R-worker's key or without."""
 
     def __init__(self, address: str, key: Path | None, **options: int) -> None:
         self._context = zmq.Context()
@@ -51,7 +51,10 @@ class Stranger:
 
 
 class Attack:
-    """Between two layers of a step: bad frames on the served connection, each answered; and from others, dropped."""
+    """Sends bad frames between two layers of a step.
+
+    On the served connection each is answered, and on others each is dropped.
+    """
 
     def __init__(self, llm: LLM, stranger: Stranger) -> None:
         self.backend: Any = llm.engine.backend
@@ -60,7 +63,7 @@ class Attack:
         self._submit, self.backend.submit = self.backend.submit, self.submit
 
     def submit(self, mini_batch: int, layer: int, q: Any, k: Any, v: Any) -> None:
-        """Attack in the tenth and the hundredth layer, each way twice."""
+        """Attack in the tenth and the hundredth layer, in each way twice."""
         self.submits += 1
         if self.submits in (10, 100):
             for _ in range(2):
@@ -70,7 +73,7 @@ class Attack:
         self._submit(mini_batch, layer, q, k, v)
 
     def bad(self, layer: int, q: Any, k: Any, v: Any) -> list[Callable[[], None]]:
-        """Of the wrong shape, length, place, number or session."""
+        """Return senders of frames of a wrong shape, length, place, number or session."""
         conversation, send = self.conversation, self.conversation.send
         header = frame(Kind.END, epoch=conversation.epoch, sequence=conversation.next_sent)[0]
         old = {"epoch": conversation.epoch, "sequence": 0}
@@ -88,7 +91,7 @@ class Attack:
         ]
 
     def foreign(self, layer: int) -> list[list[bytes]]:
-        """With all that the served one's frames have, but on another connection."""
+        """Return correct frames of the served connection, to be sent on another one."""
         numbers = {"epoch": self.conversation.epoch, "sequence": self.conversation.next_sent, "layer": layer}
         return [
             frame(Kind.ABANDON, **numbers),
@@ -117,7 +120,7 @@ WANTED = [
 def test_a_job_goes_on_with_the_right_tokens(
     security: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Frames that are truncated, oversized, replayed or of a lying shape, and a peer with another key."""
+    """Frames are truncated, oversized, replayed or of a wrong shape, and one peer has another key."""
     key, wrong = make_key(tmp_path / "key", "5" * 64), make_key(tmp_path / "wrong", "6" * 64)
     prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
     settings: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 300, "s_threads": 1}
@@ -142,14 +145,14 @@ def test_a_job_goes_on_with_the_right_tokens(
 
 
 def test_who_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger asks for service thousands of times, and leaves the answers where they are."""
+    """A stranger asks for service thousands of times, and never reads the answers."""
     monkeypatch.setattr("fastdecode.cluster.pool.remote.process_name", lambda: "x" * 4000)
     with r_workers.listening() as (_, address):
         served = opened(address)
         stranger = Stranger(address, None, rcvhwm=1, rcvbuf=4096)
         for _ in range(6000):
             stranger.socket.send_multipart(frame(Kind.HELLO, HELLO))
-        time.sleep(1)  # until its answers no longer fit
+        time.sleep(1)  # Wait until the answers no longer fit into the queues.
         assert works(served)
         stranger.close()
         served.close()
@@ -169,15 +172,17 @@ S_WORKER = """
 
 
 def marked(mark: str) -> list[int]:
-    """Processes, zombies apart, that were started with ``mark`` in their environment, however deep."""
+    """Return the live processes that were started with ``mark`` in their environment, at any depth."""
     name, value = mark.split("=")
     return [each.pid for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get(name) == value]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("spawn", marks=pytest.mark.thorough), "tcp"])
 def test_kill_9_of_everything_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S-worker and both R-workers in the middle of a step: no process, no segment, no file. Forks would not show the
-    mark."""
+    """The S-worker and both R-workers are killed in a step; no process, shared memory or file remains.
+
+    Forks would not show the mark.
+    """
     mark = f"FASTDECODE_TEST_MARK={uuid.uuid4()}"
     monkeypatch.setenv(*mark.split("="))
     with true_starts(), r_workers.listening() as (first, one), r_workers.listening() as (second, other):

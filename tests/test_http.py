@@ -1,4 +1,4 @@
-"""HTTP as clients speak it: offers of other protocols, HTTP/1.0, HEAD, long headers, pages of other origins."""
+"""HTTP as clients use it: offers of other protocols, HTTP/1.0, HEAD, long headers, pages of other origins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def ask(server: RunningServer, *pieces: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """Return all that comes back until the server closes."""
     address = urllib.parse.urlsplit(server.url)
     found = b""
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS) as connection:
@@ -51,7 +51,7 @@ def cut(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("body", [LENGTH + BODY, CHUNKS], ids=["length", "chunks"])
 def test_an_offer_of_another_protocol_is_ignored(chat_server: RunningServer, body: bytes, size: int) -> None:
-    """In whatever pieces it comes; the connection goes on, with such a request after the other too."""
+    """The offer may come in any pieces, and the connection goes on with further requests."""
     found = ask(chat_server, *cut(POST + OFFER + body + POST + OFFER + body + LAST, size))
     assert found.count(b"HTTP/1.1 200 OK") == 3 and found.count(b'"text_completion"') == 2 and b" 101 " not in found
 
@@ -68,7 +68,7 @@ def test_what_is_offered_or_wanted_otherwise(chat_server: RunningServer) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [b"", b"connection: keep-alive\r\n", OFFER])
 def test_a_stream_to_http_1_0_has_no_chunks(chat_server: RunningServer, more: bytes) -> None:
-    """Its end is that of the connection; an answer of known length says so."""
+    """The stream ends with the connection, and an answer of known length has its length."""
     streamed = json.dumps({"prompt": "def f(", "max_tokens": 3, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.0\r\n" + more
     header, _, text = ask(chat_server, head + b"content-length: %d\r\n\r\n" % len(streamed) + streamed).partition(
@@ -93,7 +93,7 @@ def test_a_stream_to_http_1_0_has_no_chunks(chat_server: RunningServer, more: by
     ids=["field", "fields", "path", "trailer"],
 )
 def test_a_header_over_64_kib_is_refused(chat_server: RunningServer, request_: bytes) -> None:
-    """Though it is complete; one below is not."""
+    """A header over 64 KiB is refused though it is complete, and a shorter one is not."""
     found = ask(chat_server, request_)
     assert found.startswith(b"HTTP/1.1 431 ") and json.loads(found.partition(b"\r\n\r\n")[2])["error"]["code"] == 431
     assert b" 200 OK" in ask(chat_server, LAST[:-2] + b"a: " + b"y" * 60_000 + b"\r\n\r\n")
@@ -128,7 +128,7 @@ def test_pages_of_other_origins_may_ask_a_server_of_this_machine(chat_server: Ru
 
 
 async def nothing(*_: Any) -> None:
-    """An application that answers nothing."""
+    """Answer nothing."""
 
 
 def is_open(**settings: Any) -> bool:
@@ -136,7 +136,10 @@ def is_open(**settings: Any) -> bool:
 
 
 def test_who_may_ask_from_elsewhere() -> None:
-    """All pages a server that only this machine reaches, and that has no key; none another, unless it is said."""
+    """Pages of any origin may use a server that only this machine reaches and that has no key.
+
+    Other servers allow none unless the user says so.
+    """
     assert is_open() and is_open(host="::1") and is_open(host="localhost")
     assert not is_open(host="0.0.0.0") and not is_open(api_key="secret") and not is_open(allowed_origins=["[]"])
     assert is_open(host="0.0.0.0", allowed_origins=["https://a.example"])

@@ -1,4 +1,4 @@
-"""Every family of recurrences at the length of the promise: 64 tokens × 8 prompts, whatever becomes of the states."""
+"""Every family of recurrences for 64 tokens × 8 prompts, whatever happens to the states."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ MODEL_TYPES = (
     "lfm2", "lfm2_moe", "lfm3", "bailing_hybrid",
 )  # fmt: skip
 OF_STATES_ALONE = ("mamba2", "mamba", "falcon_mamba")
-"""No layer attends."""
+"""Model types in which no layer attends."""
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tokens_are_those_of_generate(model_type: str, tmp_path: Path) -> None:
-    """With 1 to 3 R-workers and mini-batches, chunks of odd lengths, too little memory, and an R-worker that dies; with
-    states on R-workers and with the S-worker."""
+    """Tokens equal ``generate``'s with states on R-workers and with the S-worker.
+
+    There are 1 to 3 R-workers and mini-batches, chunks of odd lengths, too little memory, and an R-worker that dies.
+    """
     expected = save_with_texts(tmp_path, model_type, PROMPTS, NUM_TOKENS)
     ways: list[dict[str, Any]] = [
         {"r_workers": "spawn:3", "num_mini_batches": 2, "max_num_batched_tokens": 37},
@@ -55,7 +57,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def small_memory(folder: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Of which the states of three sequences, and too few of their tokens, fit one R-worker."""
+    """Return settings with room for three sequences' states, and for too few of their tokens, on one R-worker."""
     with make_llm(folder, **(more or {})) as llm:
         limits = llm.engine.scheduler.limits
     block_bytes = (16 << 20) // limits.num_blocks[0]
@@ -63,7 +65,7 @@ def small_memory(folder: Path, more: dict[str, Any] | None = None) -> dict[str, 
 
 
 def texts(llm: LLM, kills: bool) -> list[list[int]]:
-    """All outputs; with ``kills`` the busiest R-worker is killed once there are 100 tokens."""
+    """Return all outputs; with ``kills`` the busiest R-worker is killed once there are 100 tokens."""
     engine, tokens = llm.engine, dict[int, list[int]]()
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, GREEDY)

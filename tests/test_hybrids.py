@@ -1,4 +1,4 @@
-"""Models with recurrent layers: greedy tokens equal ``generate``'s, whatever becomes of their states."""
+"""Models with recurrent layers: greedy tokens equal ``generate``'s, whatever happens to the states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tiny model of a type, and what transformers generates with it."""
+    """Return a function that saves a tiny model of a type, with what transformers generates by it."""
     root = tmp_path_factory.mktemp("hybrids")
 
     @cache
@@ -75,7 +75,7 @@ def generated(llm: LLM, first: int = 0) -> list[list[int]]:
     ],
 )
 def test_tokens_are_those_of_generate(model_type: str, mini_batches: int, budget: int, saved: Any) -> None:
-    """With states of each kind, and prompts cut to chunks of up to ``budget`` tokens."""
+    """States are of each kind, and prompts are cut to chunks of up to ``budget`` tokens."""
     folder, expected = saved(model_type)
     with make_llm(folder, num_mini_batches=mini_batches, max_num_seqs=4, max_num_batched_tokens=budget) as llm:
         assert llm.engine.scheduler.limits.state_blocks > 0
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_generate(model_type: str, mini_batches: int, budget
 
 def test_samples_begin_with_a_copy_of_the_prompts_state(saved: Any) -> None:
     folder, expected = saved("qwen3_next")
-    params = replace(GREEDY, temperature=1e-4, n=3)  # of a temperature of 0 there is one sample only
+    params = replace(GREEDY, temperature=1e-4, n=3)  # With a temperature of 0 there would be only one sample.
     with make_llm(folder) as llm:
         (output,) = llm.generate([{"prompt_token_ids": prompts()[2]}], params, use_tqdm=False)
         assert [list(each.token_ids) for each in output.outputs] == [expected[2]] * 3
@@ -92,8 +92,10 @@ def test_samples_begin_with_a_copy_of_the_prompts_state(saved: Any) -> None:
 
 
 def test_a_state_that_made_room_is_computed_again(saved: Any) -> None:
-    """With memory for two states, and too few of their tokens; would the scheduler count otherwise than the R-worker,
-    that one would refuse."""
+    """Memory holds two states and too few of their tokens.
+
+    If the scheduler counted otherwise than the R-worker, the R-worker would refuse.
+    """
     folder, expected = saved("qwen3_next")
     with make_llm(folder, block_size=16) as llm:
         limits = llm.engine.scheduler.limits
@@ -110,14 +112,14 @@ def test_a_state_that_made_room_is_computed_again(saved: Any) -> None:
 
 @pytest.mark.parametrize("ending", [pytest.param("kill", marks=pytest.mark.thorough), "drain"])
 def test_r_workers_that_go_take_no_token_with_them(ending: str, saved: Any) -> None:
-    """Killed, or drained, when its sequences and their states move to the others."""
+    """An R-worker is killed, or drained, when its sequences and their states move to the others."""
     folder, expected = saved("qwen3_next")
     with make_llm(folder, r_workers="spawn:3") as llm:
         assert run_until_gone(llm, ending) == expected
 
 
 def test_states_of_16_bits_take_half_the_room_and_losses_keep_tokens(saved: Any) -> None:
-    """Their tokens may differ from those of float32, but not by chunks, copies, prefill workers, or a loss."""
+    """Chunks, copies, prefill workers and a loss change no token, though tokens may differ from float32's."""
     folder, _ = saved("qwen3_next")
     with make_llm(folder, mamba_ssm_cache_dtype="bfloat16") as llm:
         layout = llm.engine.s_model.layout
@@ -133,7 +135,7 @@ def test_states_of_16_bits_take_half_the_room_and_losses_keep_tokens(saved: Any)
     ("model_type", "mini_batches"), [("qwen3_next", 2), pytest.param("lfm2", 1, marks=pytest.mark.thorough)]
 )
 def test_with_two_copies_a_kill_costs_no_token_and_no_prefill(model_type: str, mini_batches: int, saved: Any) -> None:
-    """The other copy of a state goes back behind the row that attended on the R-worker that was killed."""
+    """The other copy of a state goes back behind the row that attended on the killed R-worker."""
     folder, expected = saved(model_type)
     records: list[StepRecord] = []
     with make_llm(folder, r_workers="spawn:3", kv_replicas=2, num_mini_batches=mini_batches) as llm:
@@ -164,7 +166,7 @@ def test_a_run_that_is_refused_leaves_no_folder(saved: Any, tmp_path: Path) -> N
 
 @pytest.mark.thorough
 def test_a_model_that_attends_drafts_for_a_hybrid(saved: Any, tmp_path: Path) -> None:
-    """Most of its guesses are wrong, and taken back from the states."""
+    """Most of the draft model's tokens are wrong, and are taken back from the states."""
     folder, expected = saved("qwen3_next")
     model_zoo.build_model("qwen3", vocab_size=128).save_pretrained(tmp_path)
     drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
@@ -175,7 +177,7 @@ def test_a_model_that_attends_drafts_for_a_hybrid(saved: Any, tmp_path: Path) ->
 
 
 def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:
-    """The state of its second copy cannot go back so far."""
+    """The state of the prompt's second copy cannot go back so far."""
     folder, expected = saved("qwen3_next")
     settings = {"block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     with make_llm(folder, r_workers="spawn:3", kv_replicas=2, **settings) as llm:
@@ -191,7 +193,7 @@ def test_a_kill_within_a_prompt_costs_that_prompt(saved: Any) -> None:
     ],
 )
 def test_prefill_workers_hand_states_on(model_type: str, settings: dict[str, Any], saved: Any) -> None:
-    """From part to part, and the last one's to each R-worker that stores the prompt, one of which is killed."""
+    """States go from part to part, and the last to each R-worker that stores the prompt; one of these is killed."""
     folder, expected = saved(model_type)
     with make_llm(folder, prefill_workers="spawn:2", **settings) as llm:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1], sizes=(1, 2))
@@ -200,8 +202,10 @@ def test_prefill_workers_hand_states_on(model_type: str, settings: dict[str, Any
 
 
 def run_until_gone(llm: LLM, ending: str, after: int = 20) -> list[list[int]]:
-    """The outputs of all prompts; the busiest R-worker, or the home of a prompt under way, is killed or drained once
-    there are ``after`` tokens ("": none is)."""
+    """Return the outputs of all prompts, with a kill or a drain once there are ``after`` tokens.
+
+    The busiest R-worker, or the one with a prompt under way, goes; with ``ending`` "" none does.
+    """
     engine, tokens, gone = llm.engine, dict[int, list[int]](), not ending
     for number, prompt in enumerate(prompts()):
         engine.add_request(str(number), prompt, GREEDY)
@@ -273,9 +277,9 @@ def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved
 def test_drafts_of_the_first_layers_leave_their_states_as_they_were(
     model_type: str, ending: str, settings: dict[str, Any], saved: Any
 ) -> None:
-    """In every step, so that most are refused; each pass is a step that is abandoned."""
+    """Drafts are made in every step, so most are refused; each pass is a step that is abandoned."""
     folder, expected = saved(model_type)
-    num_layers = AutoConfig.from_pretrained(folder).num_hidden_layers // 2  # some call attention twice
+    num_layers = AutoConfig.from_pretrained(folder).num_hidden_layers // 2  # Some layers call attention twice.
     drafts = {"method": "early_exit", "num_speculative_tokens": 3, "num_layers": num_layers}
     with make_llm(folder, speculative_config=drafts, **settings) as llm:
         always_draft(llm.engine)
@@ -285,7 +289,7 @@ def test_drafts_of_the_first_layers_leave_their_states_as_they_were(
 
 
 def test_drafts_of_the_first_layers_outlive_preemption(saved: Any) -> None:
-    """With memory for two states, and too few of their tokens."""
+    """Memory holds two states, and too few of their tokens."""
     folder, expected = saved("qwen3_next")
     drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": 2}
     with make_llm(folder, block_size=16, speculative_config=drafts) as llm:
@@ -300,7 +304,7 @@ def test_drafts_of_the_first_layers_outlive_preemption(saved: Any) -> None:
 
 
 def test_drafts_of_the_first_layers_keep_states_of_16_bits(saved: Any) -> None:
-    """Tokens may differ from those of float32, but not by drafts."""
+    """Tokens may differ from those of float32, but drafts change none."""
     folder, _ = saved("lfm2")
     with make_llm(folder, mamba_ssm_cache_dtype="bfloat16") as llm:
         expected = generated(llm)
@@ -311,7 +315,7 @@ def test_drafts_of_the_first_layers_keep_states_of_16_bits(saved: Any) -> None:
 
 
 def test_early_exit_says_how_many_layers_there_are(saved: Any) -> None:
-    """Layers are counted, not their calls."""
+    """The message counts layers, not their calls."""
     folder, _ = saved("falcon_h1")
     most = AutoConfig.from_pretrained(folder).num_hidden_layers
     drafts = {"method": "early_exit", "num_speculative_tokens": 2, "num_layers": most}
@@ -320,7 +324,7 @@ def test_early_exit_says_how_many_layers_there_are(saved: Any) -> None:
 
 
 def window(width: int) -> Recurrent:
-    """A layer that is a convolution of ``width`` channels alone."""
+    """Return a layer that is only a convolution of ``width`` channels."""
     return Recurrent(1, width, 1.0, "window", 0, 0, 3, 0, False, False, 64)
 
 

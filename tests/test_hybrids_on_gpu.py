@@ -1,4 +1,4 @@
-"""Hybrids whose S-part runs on a GPU, by its stand-in: states stay on R-workers, and rows cross as on a real one.
+"""Hybrids whose S-part runs on a stand-in for a GPU: states stay on R-workers, and rows cross as on a real one.
 
 The stand-in's copies are late, its buffers hold NaN until they land, and decodes replay recorded graphs.
 """
@@ -22,7 +22,9 @@ HYBRIDS = (
     "bamba", "falcon_h1", "zamba2", "jamba", "zamba", "minimax", "recurrent_gemma", "lfm2", "lfm2_moe",
 )  # fmt: skip
 EVERY_TIME = ("qwen3_next", "falcon_h1", "zamba", "recurrent_gemma")
-"""One of each kind of recurrence; Zamba makes several calls per layer. A convolution alone is in test_staging.py."""
+"""One model type of each kind of recurrence; Zamba makes several calls per layer.
+test_staging.py has a convolution alone.
+"""
 
 ROUTED = (
     "qwen3_next",

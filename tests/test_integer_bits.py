@@ -1,4 +1,4 @@
-"""One hash: logits in int8 over numbers of ranks, instruction sets, rows and threads."""
+"""Logits of int8 have one hash for all numbers of ranks, instruction sets, rows and threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN: dict[str, str] = {}
 
 
 def lines_of(folders: list[Path], ranks: list[dict[str, str]]) -> list[str]:
-    """Hashes that rank 0 prints; ``ranks``: what each rank's environment says of instruction sets."""
+    """Return the hashes that rank 0 prints; ``ranks``: each rank's environment, which sets instruction sets."""
     port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(SCRIPT.parents[1])}
     words = [str(len(ranks)), port, *map(str, folders)]
@@ -57,14 +57,14 @@ def test_rows_and_threads_change_no_bit(alone: list[str]) -> None:
         assert one == first != many and again == [one, first, many]
 
 
-@pytest.mark.thorough  # two ranks show it, too
+@pytest.mark.thorough  # The test of two ranks shows this, too.
 @pytest.mark.skipif("avx2" not in _sworker.integer_isas(), reason="this CPU has no AVX2")
 def test_instruction_sets_change_no_bit(folders: list[Path], alone: list[str]) -> None:
     assert lines_of(folders, [AVX2]) == alone
 
 
 def test_two_ranks_change_no_bit(folders: list[Path], alone: list[str]) -> None:
-    """Nor where each has another instruction set."""
+    """Two ranks change no bit, even if each has another instruction set."""
     mixed = [PLAIN, AVX2 if "avx2" in _sworker.integer_isas() else PLAIN]
     assert lines_of(folders, mixed) == alone
 

@@ -1,4 +1,4 @@
-"""Products of int8 codes: the same bits as plain torch, with every instruction set, for any company."""
+"""Products of int8 codes have the bits of plain torch with every instruction set and in any batch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_rows_that_are_no_numbers_stay_so_and_zeros_stay_zeros(instructions: str
 
 
 def test_no_rows_are_multiplied() -> None:
-    """A forward of which no row is sampled hands the head none."""
+    """A forward of which no row is sampled gives the head no rows."""
     linear = torch.nn.Linear(64, 48).requires_grad_(False)
     set_codes(linear, quantized(linear.weight, 64))
     IntegerLinears(torch.nn.Sequential(linear))
@@ -130,7 +130,7 @@ def test_a_block_divides_the_share_of_every_number_of_ranks() -> None:
 
 
 def test_wrong_products_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As those of vpmaddubsw, which adds pairs with saturation to 16 bits."""
+    """vpmaddubsw adds pairs with saturation to 16 bits, and would give such products."""
 
     class Saturated:
         def __init__(self, codes: Any, *_: Any) -> None:
@@ -213,7 +213,7 @@ def logits_of(code: ModelCode, hf_config: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "qwen3_moe"])
 def test_tokens_are_those_of_the_oracle(name: str, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, with the R-worker's attention in both."""
+    """Greedy tokens are equal, with the R-worker's attention in both."""
     prompts = [{"prompt_token_ids": each[:40]} for each in model_zoo.prompts(name)[:4]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     given = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory": "64MiB", "s_threads": 1, "r_threads": 1}
@@ -229,23 +229,25 @@ def test_tokens_are_those_of_the_oracle(name: str, zoo: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_gated_layers_are_found(zoo: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+def test_gated_layers_are_found_and_no_weight_is_unpacked_again(zoo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unpacking would take longer than all else at load, and double the peak of memory."""
+    with caplog.at_level(logging.DEBUG):
         for name in ("llama-gqa", "gemma2", "phi3"):
             caplog.clear()
             loaded(name, zoo)
             assert f"{model_zoo.RECIPES[name].settings['num_hidden_layers']} gated layers in two calls" in caplog.text
+            assert "unpacks a packed weight" not in caplog.text
 
 
 @pytest.mark.slow
 def test_published_codes_are_kept(zoo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of W8A8 as compressed-tensors has it: every layer multiplies the checkpoint's own codes, not rotated."""
+    """Every layer multiplies the codes of a W8A8 checkpoint of compressed-tensors, not rotated."""
     plain, tensors = folder_of("llama-gqa", zoo), {}
     codes = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         tensors[name] = tensor
         if name.endswith("_proj.weight"):
-            scales = tensor.abs().amax(1, keepdim=True) / 100  # no scale that this project would choose
+            scales = tensor.abs().amax(1, keepdim=True) / 100  # The scale is one that this project would not choose.
             tensors[name] = codes[name] = (tensor / scales).round().to(torch.int8)
             tensors[f"{name}_scale"] = scales
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -255,9 +257,10 @@ def test_published_codes_are_kept(zoo: Path, tmp_path: Path, caplog: pytest.LogC
     settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         model = SModel(EngineConfig(str(tmp_path), quantization="int8", device="cpu", skip_tokenizer_init=True))
     assert f"{len(codes)} of them as the checkpoint has them" in caplog.text
+    assert "unpack" not in caplog.text  # the peak of memory would be twice what stays
     for name, own in codes.items():
         found = dict(model.model.named_parameters())[name]
         assert isinstance(found, PackedWeight)

@@ -19,14 +19,14 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def ask(llm: LLM) -> None:
-    """As a client that begins, or that asks again."""
+    """Send requests as a client that begins, or that asks again."""
     for number, prompt in enumerate(PROMPTS):
         params = PARAMS if number % 2 else SamplingParams(temperature=0.8, seed=number, max_tokens=40, ignore_eos=True)
         llm.engine.add_request(str(number), prompt, params)
 
 
 def take(found: dict[str, list[int]], outputs: list[RequestOutput]) -> None:
-    """Keep the tokens of each request, which only grow."""
+    """Keep the tokens of each request, which may only grow."""
     for output in outputs:
         tokens = list(output.outputs[0].token_ids)
         assert tokens[: len(found.get(output.request_id, ()))] == found.get(output.request_id, [])
@@ -54,7 +54,7 @@ def test_one_rank_two_ranks_and_one_again(kv_cache_dtype: str, tmp_path: Path) -
                 if llm.engine.has_unfinished_requests():
                     take(found, llm.engine.step())
             assert sum(map(len, found.values())) > before
-            if num_steps < 1000:  # as one that is killed
+            if num_steps < 1000:  # The engine ends like one that is killed.
                 llm.engine._requests.journal.close()
     assert found == wanted
     assert len({token for tokens in wanted.values() for token in tokens}) > 10

@@ -1,4 +1,4 @@
-"""The journal: what is read of a damaged one is a beginning of what was written, and engines go on from any step."""
+"""The journal: a damaged one is read as a beginning of what was written, and engines go on from any step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RECORDS: list[Record] = [
 
 
 def written() -> tuple[bytes, list[int]]:
-    """All records, and where each ends."""
+    """Return the bytes of all records, and where each ends."""
     chain, data, ends = Chain(), b"", []
     for record in RECORDS:
         data += chain.encode([record])
@@ -91,7 +91,7 @@ def test_a_flipped_byte_ends_the_chain_where_it_is() -> None:
 @given(st.binary(max_size=60), st.integers(0, len(RECORDS)))
 @settings(max_examples=200, deadline=None)
 def test_foreign_bytes_are_not_read(tail: bytes, count: int) -> None:
-    """Nor are records of another place, though each is whole."""
+    """Records of another place are not read either, though each is whole."""
     data, ends = written()
     start = ends[count - 1] if count else len(MAGIC)
     assert read(data[:start] + tail)[0] in (RECORDS[:count], RECORDS[: count + 1])
@@ -100,7 +100,7 @@ def test_foreign_bytes_are_not_read(tail: bytes, count: int) -> None:
 
 
 def test_requests_of_records() -> None:
-    """What is read of them is written again as it was."""
+    """Requests that are read from records are written again as they were."""
     pasts = pasts_of(RECORDS[:5])
     assert [past.asked.request_id for past in pasts.values()] == ["a", "b"]
     first, second = pasts.values()
@@ -114,8 +114,10 @@ def test_requests_of_records() -> None:
 
 
 def test_what_r_workers_may_have() -> None:
-    """Under a sequence's name and others, but for the last token, and for rows of a prompt that were not said to be
-    right; of what has ended under the other names alone."""
+    """R-workers may have a sequence's tokens but the last, under its name and others.
+
+    Rows of a prompt that were not said to be right are excepted. Ended sequences are there under the other names only.
+    """
     records = [*RECORDS[:5], Placed([Named(-4, 0, 2), Named(-5, 1, 0)], [Reached(0, 4), Reached(7, 1)])]
     first, second = pasts_of(records).values()
     assert pasts_of([record for past in (first, second) for record in past.records()]) == pasts_of(records)
@@ -144,7 +146,7 @@ def ask(llm: LLM) -> None:
 
 
 def test_the_doctor_looks_at_a_journal(tmp_path: Path) -> None:
-    """One that is missing, empty, whole, and torn; with and without a session's sign of life."""
+    """The journal is missing, empty, whole or torn, with and without a session's sign of life."""
 
     def said(folder: Path) -> list[tuple[str, str]]:
         return [(each.level, each.what) for each in check_journal(str(folder))]
@@ -170,7 +172,7 @@ def test_the_doctor_looks_at_a_journal(tmp_path: Path) -> None:
 
 
 def seen(output: RequestOutput) -> list[Any]:
-    """All that a user sees of it but times."""
+    """Return all that a user sees of ``output`` except times."""
     return [
         (each.text, list(each.token_ids), each.finish_reason, each.stop_reason, list(each.logprobs or ()))
         for each in output.outputs
@@ -187,8 +189,10 @@ def finish(llm: LLM) -> dict[str, list[Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [{}, {"method": "ngram", "num_speculative_tokens": 3}], ids=["plain", "drafts"])
 def test_an_engine_goes_on_from_any_step(tmp_path: Path, drafts: dict[str, Any]) -> None:
-    """What lies in the folder after a step is what a killed process leaves: another engine goes on from it, and is
-    stopped as well; after the last one, which ends by itself, nothing is left."""
+    """Another engine goes on from the folder as a killed process leaves it after any step.
+
+    The second engine is stopped as well. After the last one, which ends by itself, nothing is left.
+    """
     rng = random.Random(5)
     folder, copy = tmp_path / "journal", tmp_path / "copy"
     with LLM(journal=str(folder), speculative_config=drafts, **ENGINE) as llm:
@@ -200,7 +204,8 @@ def test_an_engine_goes_on_from_any_step(tmp_path: Path, drafts: dict[str, Any])
         assert len(expected) == 2 * len(PARAMS) and len(pasts_of(read((folder / "journal").read_bytes())[0])) == 10
     assert (folder / "journal").stat().st_size < size / 10
     torn = copy / "journal"
-    torn.write_bytes(torn.read_bytes()[: -rng.randrange(1, 9)])  # as where it died within a write
+    # The file is torn as if the process had died within a write.
+    torn.write_bytes(torn.read_bytes()[: -rng.randrange(1, 9)])
     found: dict[str, list[Any]] = {}
     for num_steps in (rng.randrange(2, 6), 1000):
         with LLM(journal=str(copy), speculative_config=drafts, **ENGINE) as llm:
@@ -218,7 +223,7 @@ def test_an_engine_goes_on_from_any_step(tmp_path: Path, drafts: dict[str, Any])
 
 @pytest.mark.slow
 def test_what_is_asked_otherwise_begins_anew(tmp_path: Path) -> None:
-    """Another prompt under a known id; another seed of the engine; and a folder that another engine writes."""
+    """Another prompt under a known id, another seed and a folder that another engine writes begin anew."""
     folder = str(tmp_path)
     with LLM(journal=folder, **ENGINE) as llm:
         with pytest.raises(ConfigError, match=r"is written by process [0-9]+: give each engine its own"):

@@ -52,14 +52,14 @@ def hello(run: str, name: str = "a", keep: float = 60.0, model: str = "model ") 
 
 
 def test_a_journal_is_for_its_session() -> None:
-    """Also after an end in order, and whatever run of the model comes; no other session comes before its time."""
+    """The journal stays after an orderly end, for any run of the model; another session has to wait."""
     lease = Lease()
     worker = lease.open(hello("first"), make)
     lease.journal.write(0, bytearray(b"abc"))
     lease.leave(worker, is_broken=True)
     assert lease.open(hello("second"), make) is worker and lease.kept_of == "model first"
     lease.leave(worker, is_broken=False)
-    with pytest.raises(LeaseError, match="it keeps the caches of session a"):
+    with pytest.raises(LeaseError, match="this R-worker keeps the caches of session a"):
         lease.open(hello("third", name="b"), make)
     worker = lease.open(hello("third", model="another "), make)
     assert lease.journal.data == b"abc" and not lease.goes_on
@@ -77,7 +77,7 @@ def test_a_journal_is_for_its_session() -> None:
 
 
 class Listed:
-    """``Place`` of given copies."""
+    """A ``Place`` of given copies."""
 
     name, growth_bytes, is_own = "list", 1 << 20, True
 
@@ -122,7 +122,7 @@ def copy_of(epoch: int, edition: int, num_steps: int, run: str) -> bytes:
     ids=["epoch", "edition", "length"],
 )
 def test_the_copy_that_was_written_last_counts(copies: list[tuple[int, int, int, str]], expected: str) -> None:
-    """Damaged ones by what is whole of them; what is written from then on is later than all."""
+    """The whole beginnings of damaged copies count, and what is written from then on is later than all."""
     place = Listed(
         [*(copy_of(*each) for each in copies), b"", b"FastDecode journal 1\nnonsense", copy_of(9, 9, 9, "c")[:30]]
     )
@@ -135,7 +135,10 @@ def test_the_copy_that_was_written_last_counts(copies: list[tuple[int, int, int,
 
 
 def test_what_is_kept_goes_on_with_the_journal() -> None:
-    """Also with that of another model, and where all is written anew; a journal of nothing else is empty in the end."""
+    """Kept requests go on with the journal, also with another model's and where all is written anew.
+
+    A journal without other requests is empty in the end.
+    """
     place = Listed([])
     journal = KeptJournal(place, "model", "first")
     for name in ("a", "b", "c"):
@@ -155,7 +158,7 @@ def test_what_is_kept_goes_on_with_the_journal() -> None:
 
 
 def test_a_bounded_place_has_room_for_what_has_not_ended() -> None:
-    """Where requests that have fill half of it, they go."""
+    """Ended requests are dropped once they fill half of the place."""
     logprobs = [dict.fromkeys(range(20), (-0.5, 1))] * 9000
     ended = [Asked(0, "a", None, [1], {}), Stepped([(0, [1] * 9000)], [(0, logprobs)], [(0, "stop", None)])]
     runs = [Asked(1, "b", None, [1], {}), Stepped([(1, [2])])]
@@ -166,7 +169,7 @@ def test_a_bounded_place_has_room_for_what_has_not_ended() -> None:
 
 
 def written_anew(place: Listed) -> bytes:
-    """What is written anew."""
+    """Return the bytes of the journal written anew."""
     KeptJournal(place, "model", "next")
     return place.written()
 
@@ -186,13 +189,13 @@ def three() -> Iterator[tuple[list[Any], list[str]]]:
 
 
 def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
-    """Where one is lost, the third gets all of it; the next S-worker reads it, and the one before writes no more."""
+    """After a loss the third R-worker gets all of it; the next S-worker reads it, and the earlier one stops writing."""
     processes, addresses = three
     backend = opened(addresses, "first")
     copies = JournalCopies(backend)
     copies.replace(b"abc")
     copies.append(b"de")
-    assert backend.workers[0].journal.recall() == b"abcde"  # what is owed is taken before anything else is asked
+    assert backend.workers[0].journal.recall() == b"abcde"  # Pending answers are read before anything else is asked.
     copies.settle()
     copies.settle()
     assert copies.copies() == [b"abcde"] * 2
@@ -201,7 +204,7 @@ def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
     copies.append(b"f")
     copies.settle()
     assert copies.copies() == [b"abcdef"] * 2 and copies.written() == b"abcdef"
-    with pytest.raises(OSError, match="134,217,731 bytes are more than an R-worker keeps, 134,217,728"):
+    with pytest.raises(OSError, match="a journal of 134,217,731 bytes is more than an R-worker keeps, 134,217,728"):
         copies.replace(bytes(MOST_JOURNAL_BYTES + 3))
     with pytest.raises(CapacityError, match="a journal of 134,217,731 bytes; an R-worker keeps 134,217,728"):
         journal = backend.workers[1].journal
@@ -223,7 +226,7 @@ def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
 def test_a_kept_session_opens_without_one_that_is_lost(
     three: tuple[list[Any], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it is asked; where nothing is kept, and it cannot come back, that is an error."""
+    """An R-worker is killed while asked; if nothing is kept and it cannot come back, that is an error."""
     processes, addresses = three
     processes[0].send_signal(signal.SIGSTOP)
     threading.Timer(0.5, processes[0].kill).start()
@@ -243,7 +246,7 @@ def test_a_kept_session_opens_without_one_that_is_lost(
     ("settings", "message"),
     [
         ({}, "journal: r-workers keep it as long as the session's sequences: give --session and --keep-session"),
-        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences under the name that --session gives: give one"),
+        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences of the session that --session names: give one"),
         (
             {"keep_session": 9.0, "session": "a", "r_workers": "localhost:1", "tensor_parallel_size": 2},
             "keep no journal with tensor",
@@ -276,6 +279,6 @@ for number in (0, 1):
 
 @pytest.mark.slow
 def test_killed_engines_go_on_with_an_empty_disk() -> None:
-    """Alone, and together with one of two R-workers, which starts again, empty."""
+    """The engine is killed alone, and together with one of two R-workers, which starts again, empty."""
     done = subprocess.run(relayed(script(KILLED)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""JSON bodies are read by many threads: of each R-worker, and of KV ports."""
+"""JSON bodies are decoded by many threads: those of each R-worker, and those of KV ports."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ for _ in range(60):
 
 
 def test_threads_may_read_a_form_for_the_first_time_at_once() -> None:
-    """In a process of its own: msgspec without a lock ends it by SIGSEGV."""
+    """The test has a process of its own, since msgspec without a lock ends it by SIGSEGV."""
     assert subprocess.run([sys.executable, "-c", CODE], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What is kept of API requests: places in streams, from which these go on as they would have, and the files."""
+"""API requests that are kept: streams go on from their places as they would have, and files keep them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMS = {
 
 
 def output(text: str) -> CompletionOutput:
-    """A token per three characters, whose text shows one character late, with log-probabilities."""
+    """Return a token per three characters with log-probabilities; the text shows one character late."""
     count = -(-len(text) // 3)
     ends = [min(3 * number + 2, len(text)) for number in range(count)]
     logprobs = [{number: Logprob(-0.5, 1, text[3 * number : 3 * number + 3])} for number in range(count)]
@@ -48,7 +48,7 @@ def output(text: str) -> CompletionOutput:
 
 
 def merged(choices: list[dict[str, Any]]) -> Any:
-    """What choices of chunks say together."""
+    """Return the joined choices of chunks."""
     text = "".join(each.get("text", each.get("delta", {}).get("content") or "") for each in choices)
     calls = [call for each in choices for call in each.get("delta", {}).get("tool_calls", [])]
     ids = [token for each in choices for token in each.get("token_ids", [])]
@@ -65,7 +65,7 @@ def _entries(logprobs: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_stream_goes_on_from_any_place(name: str, size: int) -> None:
-    """However much comes at once, before and after."""
+    """A stream may bring any amount at once, before and after the place."""
     form, text = FORMS[name]
     whole = output(text)
     seen = GrowingChoice(form, 0).news(whole)
@@ -99,7 +99,7 @@ def test_places_of_several_choices() -> None:
 
 
 def test_files_are_those_of_one_server(tmp_path: Path) -> None:
-    """The one that came last; another, which wakes up, changes nothing."""
+    """The files belong to the server that came last; an earlier one that wakes up changes nothing."""
     kept = KeptRequest("a", "/v1/completions", {"prompt": "x"}, 7, [([1, 2], "x")])
     first = KeptFiles(str(tmp_path))
     num_bytes = first.write(kept)
@@ -126,7 +126,7 @@ def test_files_are_those_of_one_server(tmp_path: Path) -> None:
 
 
 class Noted(Journal):
-    """Keeps in memory."""
+    """A journal that keeps its bytes in memory."""
 
     def keep(self, name: str, data: bytes) -> None:
         self.kept[name] = Kept(name, time.time(), data)
@@ -136,7 +136,7 @@ class Noted(Journal):
 
 
 def test_a_journal_keeps_requests() -> None:
-    """As files do; not one that has no room there."""
+    """A journal keeps requests as files do, except one that has no room there."""
     kept = KeptRequest("a", "/v1/completions", {"prompt": "x"}, 7, [([1, 2], "x")])
     with ThreadPoolExecutor(1) as thread:
         store = KeptRecords(Noted(), thread)

@@ -1,4 +1,4 @@
-"""States that are kept of hybrids' sequences: what goes on from one gets the tokens it would have got without."""
+"""Kept states of hybrids: sequences that go on from one get the tokens that they get without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokeniz
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-Next for long texts."""
+    """Save a tiny Qwen3-Next for long texts and return its folder."""
     config, root = tiny_config("qwen3_next"), tmp_path_factory.mktemp("kept")
     config.max_position_embeddings = 4096
     model = auto_class("qwen3_next").from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -53,7 +53,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def sharing(length: int, count: int) -> list[list[int]]:
-    """Prompts that begin with the same ``length`` tokens."""
+    """Return prompts that begin with the same ``length`` tokens."""
     return [text(length, 1) + text(20 + 7 * number, 2 + number) for number in range(count)]
 
 
@@ -65,7 +65,10 @@ def plain(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[
 
 
 def test_prompts_that_begin_alike_go_on_from_where_they_part(folder: Path) -> None:
-    """Together all but the first do; one after the other the second stops there, and all others go on from it."""
+    """Together, all prompts but the first go on from there.
+
+    One after the other, the second prompt stops there, and all later ones go on from it.
+    """
     prompts = sharing(100, 4)
     full, expected = 100 // BLOCK * BLOCK, plain(folder, sharing(100, 4))
     with make_llm(folder) as llm:
@@ -80,7 +83,7 @@ def test_prompts_that_begin_alike_go_on_from_where_they_part(folder: Path) -> No
 @pytest.mark.thorough
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_long_prefix_is_computed_once_for_sixteen(at_once: bool, folder: Path) -> None:
-    """95 % of its full blocks are not computed again, where it ends within a block as well."""
+    """95 % of the prefix's full blocks are not computed again, also where it ends within a block."""
     for length in (2048, 2001):
         prompts, settings = sharing(length, 16), {"max_model_len": 2300, "block_size": 32, "max_num_seqs": 16}
         expected = plain(folder, prompts, **settings)
@@ -90,7 +93,7 @@ def test_a_long_prefix_is_computed_once_for_sixteen(at_once: bool, folder: Path)
 
 
 def test_a_chat_goes_on_from_its_last_token(folder: Path) -> None:
-    """From all that was cached of the turn before, which need not end with a block."""
+    """The next turn goes on from all cached tokens of the last turn, which need not end with a block."""
     first = text(61, 9)
     with make_llm(folder) as llm:
         turn = [*first, *run(llm, [first])[0], *text(20, 8)]
@@ -101,7 +104,7 @@ def test_a_chat_goes_on_from_its_last_token(folder: Path) -> None:
 
 
 def test_what_was_preempted_goes_on_from_its_last_token(folder: Path) -> None:
-    """Where its room was not needed after all; while it decodes, and within its prompt."""
+    """A preempted sequence goes on, while decoding or in its prompt, if its room was not needed after all."""
     prompts = [text(length, length) for length in (90, 29)]
     expected = plain(folder, prompts)
     with make_llm(folder, max_num_batched_tokens=40, max_num_seqs=2) as llm:

@@ -1,4 +1,4 @@
-"""What the kernels' sources must not say, whatever compilers make of it."""
+"""Code that the kernels' sources must not have, whatever compilers make of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VECTOR = re.compile(
 
 
 def vector_choices(source: str) -> list[str]:
-    """Conditional expressions of which a branch is a vector: a mask or a branch around the loop is right there.
+    """Return conditional expressions of which a branch is a vector; a mask, or a branch around the loop, is right.
 
     g++ 12 at -O3 made a lane mask of such a condition, and one lane of sixteen was computed.
     """

@@ -1,4 +1,4 @@
-"""Kinds of layers: each is layout and message at once, and C++ reads the fields that Python has."""
+"""Kinds of layers: each is a layout and a message at once, and C++ reads the fields that Python has."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_a_layer_is_its_own_message(layer: Any) -> None:
 
 @pytest.mark.parametrize("layer", SAMPLES.values(), ids=SAMPLES)
 def test_cpp_reads_every_field(layer: Any) -> None:
-    """A field that C++ did not read would be one that changes nothing there."""
+    """A field that C++ did not read would have no effect there."""
     told = {"kind": layer.kind, **msgspec.structs.asdict(layer)}
     for name in told:
         lacking = SimpleNamespace(**{each: value for each, value in told.items() if each != name})
-        if name == "row_elements":  # C++ computes it, and the payload is checked against that
+        if name == "row_elements":  # C++ computes this field, and checks the payload against it.
             continue
         with pytest.raises(ValueError, match=f"has no field {name}; it must be a layer of fastdecode.kinds"):
             _rworker.block_bytes([lacking], "float32", 16)  # type: ignore[list-item]
@@ -52,7 +52,7 @@ def test_cpp_reads_every_field(layer: Any) -> None:
 @pytest.mark.parametrize("kv_dtype", KV_BITS)
 @pytest.mark.parametrize("kind", ["dense", "latent", "index"])
 def test_both_sides_count_the_same_bytes(kind: str, kv_dtype: str) -> None:
-    """Blocks are whole lines, so that long ones tell the bytes of a token."""
+    """Blocks are whole cache lines, so long blocks show the bytes of a token."""
     layer, tokens = SAMPLES[kind], 256
     told = _rworker.block_bytes([layer], kv_dtype, tokens)
     assert layer.token_bytes(kv_dtype) * tokens <= told < layer.token_bytes(kv_dtype) * tokens * 2

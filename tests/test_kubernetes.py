@@ -1,4 +1,4 @@
-"""examples/kubernetes: valid by the API's schemas, in agreement with itself and with the program, and it works.
+"""examples/kubernetes is valid by the API's schemas, and agrees with itself and with the program.
 
 No cluster is needed; test_kubernetes_live.py starts what the manifests start.
 """
@@ -26,7 +26,7 @@ CORE = sorted((FOLDER / "base").glob("fastdecode.yaml")) + sorted((FOLDER / "aut
 
 
 def check(manifest: Manifest, version: str) -> None:
-    """ValidationError where the API would refuse it; unknown fields are refused, too."""
+    """Raise ValidationError where the API would refuse the manifest; unknown fields are refused, too."""
     validate = pytest.importorskip("kubernetes_validate")
     validate.validate(manifest, version, strict=True)
 
@@ -53,7 +53,7 @@ def test_a_slip_would_be_found(base: Manifests) -> None:
 
 
 def test_what_has_no_schema_here_names_what_is_there(base: Manifests) -> None:
-    """The Prometheus operator's kinds: services, ports and the Secret are those of the manifests."""
+    """Kinds of the Prometheus operator name services, ports and the Secret of the manifests."""
     for monitor in read(FOLDER / "autoscaling" / "monitors.yaml"):
         assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
         (endpoint,) = monitor["spec"]["endpoints"]
@@ -79,7 +79,7 @@ def _api_key(base: Manifests) -> dict[str, str]:
 
 
 def test_command_lines_and_ports_agree(base: Manifests) -> None:
-    """Flags, container ports, probes and Services."""
+    """Flags, container ports, probes and Services agree."""
     server, r_worker = parsed(base, S_WORKER), parsed(base, R_WORKER)
     s_container, r_container = container(base, S_WORKER), container(base, R_WORKER)
     assert server.port == port_of(s_container, "http") and server.host == "0.0.0.0"
@@ -92,7 +92,8 @@ def test_command_lines_and_ports_agree(base: Manifests) -> None:
     assert find(base, "Service", name)["spec"]["publishNotReadyAddresses"], "they join before it is ready"
     for one, health in ((s_container, "http"), (r_container, "health")):
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            path = "/live" if health == "health" and probe != "readinessProbe" else "/health"  # it may wait to join
+            # An R-worker may be alive and still wait to join.
+            path = "/live" if health == "health" and probe != "readinessProbe" else "/health"
             assert one[probe]["httpGet"] == {"path": path, "port": health}
 
 
@@ -135,7 +136,7 @@ def test_replicas_memory_and_periods_fit(base: Manifests) -> None:
 
 
 def test_the_key_is_where_each_side_looks_for_it(base: Manifests, tmp_path: Path) -> None:
-    """And what the init container makes of the Secret's file is a key file that FastDecode takes."""
+    """The init container makes of the Secret's file a key file that FastDecode accepts."""
     for component in (S_WORKER, R_WORKER):
         pod = pods(base)[component]["spec"]
         (init,) = pod["initContainers"]
@@ -152,7 +153,7 @@ def test_the_key_is_where_each_side_looks_for_it(base: Manifests, tmp_path: Path
         mounted, copy = tmp_path / f"mounted-{component}", tmp_path / component
         mounted.write_text("k" * 64)
         mounted.chmod(secret["defaultMode"])
-        for _ in range(2):  # the pod's containers may be started again
+        for _ in range(2):  # The pod's containers may be started again.
             subprocess.run([*command, str(mounted), str(copy)], check=True)
         assert read_secret(str(copy)) == b"k" * 64
     readme = (FOLDER / "README.md").read_text()
@@ -185,7 +186,7 @@ def test_overlays_change_what_is_there(base: Manifests) -> None:
 
 
 def test_the_standby_overlay_agrees_with_the_base(base: Manifests) -> None:
-    """Two servers that may both stand by, over the R-workers that there are, with one journal."""
+    """Two servers that may both be standby share the R-workers and one journal."""
     folder = FOLDER / "standby"
     (server,), (r_worker,), (claim,) = (
         read(folder / name) for name in ("s-worker.yaml", "r-worker.yaml", "journal.yaml")
@@ -237,7 +238,7 @@ def test_the_autoscaler_asks_for_what_the_adapter_makes(base: Manifests) -> None
 
 
 def test_ray_runs_what_the_program_takes() -> None:
-    """KubeRay's kind has no schema here; the pods within it have."""
+    """KubeRay's kind has no schema here, but the pods within it have."""
     job, service = read(FOLDER / "kuberay" / "rayjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]

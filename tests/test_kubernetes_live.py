@@ -1,4 +1,4 @@
-"""What examples/kubernetes starts, as processes here: the same command lines, with addresses of this machine."""
+"""The command lines of examples/kubernetes, run as processes with addresses of this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = {
     "s-worker": ["--device=cpu", "--max-model-len=256", "--s-threads=1", "--max-num-seqs=8"],
     "r-worker": ["--kv-cache-memory=64MiB", "--threads=1"],
 }
-"""The last word on what must be small here."""
+"""Flags that make each component small, and override all others."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Pod:
     url: str
 
     def health(self) -> int:
-        """The status that the kubelet sees."""
+        """Return the status that the kubelet sees."""
         path = container(kubernetes.base(), "r-worker")["readinessProbe"]["httpGet"]["path"]
         try:
             with urllib.request.urlopen(self.url + path, timeout=PATIENCE_SECONDS) as answer:
@@ -54,7 +54,7 @@ class Pod:
 
 
 class Cluster:
-    """Starts the manifests' containers: init container first, Services' names and ports replaced."""
+    """Starts the manifests' containers, init containers first, with Services' names and ports replaced."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -72,7 +72,7 @@ class Cluster:
         (folder / "secret").chmod(0o440)
 
     def start(self, component: str) -> subprocess.Popen[str]:
-        """A pod of that component."""
+        """Start a pod of that component."""
         pod = pods(kubernetes.base())[component]["spec"]
         *install, _, mounted = pod["initContainers"][0]["command"]
         key = self._folder / f"{component}.key"
@@ -90,7 +90,7 @@ class Cluster:
         return process
 
     def wait(self, process: subprocess.Popen[str], pattern: str) -> Pod:
-        """The pod once it has printed where its probes are answered."""
+        """Return the pod once it has printed where its probes are answered."""
         assert process.stdout
         for line in process.stdout:
             if found := re.search(pattern, line):
@@ -98,7 +98,7 @@ class Cluster:
         raise AssertionError("".join(path.read_text() for path in self._folder.glob("*.log")))
 
     def r_worker(self) -> Pod:
-        """A started one."""
+        """Start an R-worker, and return its pod."""
         return self.wait(self.start("r-worker"), r"health at (http://[^/]+)/health")
 
 
@@ -114,7 +114,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 
 def complete(server: RunningServer, number: int) -> str:
-    """A greedy completion of some length."""
+    """Return a greedy completion of some length."""
     body = {"prompt": f"def f{number}(self):", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     status, answer = server.request("/v1/completions", body, HEADERS)
     assert status == 200, answer
@@ -124,7 +124,7 @@ def complete(server: RunningServer, number: int) -> str:
 
 @contextlib.contextmanager
 def under_load(server: RunningServer, expected: list[str]) -> Iterator[None]:
-    """Requests go on before, during and after what happens inside; each gets the tokens that it should have."""
+    """Send requests before, during and after what happens inside; each must get its expected tokens."""
     with ThreadPoolExecutor(len(expected)) as clients:
         waves = [clients.map(lambda number: complete(server, number), range(len(expected))) for _ in range(2)]
         until(lambda: metric(server, "num_requests_running") >= 4)
@@ -134,8 +134,10 @@ def under_load(server: RunningServer, expected: list[str]) -> Iterator[None]:
 
 
 def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:
-    """R-workers join with the key, one is drained as by `kubectl scale`, one is killed, both are replaced, and the
-    server ends in order."""
+    """Requests go on while a cluster adds, drains, kills and replaces R-workers.
+
+    R-workers join with the key, and one drains as by `kubectl scale`; the server ends in order.
+    """
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
         process = cluster.start("s-worker")
@@ -165,14 +167,15 @@ def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:
 
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
-        until(lambda: [pod.health() for pod in (third, fourth)] == [200, 200])  # they wait for the next S-worker
+        # The R-workers wait for the next S-worker.
+        until(lambda: [pod.health() for pod in (third, fourth)] == [200, 200])
         for pod in (third, fourth):
             pod.process.send_signal(signal.SIGTERM)
             assert pod.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_server_that_waits_for_r_workers_ends_when_told(tmp_path: Path) -> None:
-    """As pid 1 of a container it would otherwise be killed, after all of the grace period."""
+    """The server, pid 1 of a container, would otherwise be killed after the whole grace period."""
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
         process = cluster.start("s-worker")
@@ -182,7 +185,7 @@ def test_a_server_that_waits_for_r_workers_ends_when_told(tmp_path: Path) -> Non
 
 
 def _check_metrics(server: RunningServer) -> None:
-    """The autoscaler's rules read what the server says."""
+    """Check that the server has the metrics that the autoscaler's rules read."""
     text: Any = server.request("/metrics", headers=HEADERS)[1]
     read = re.findall(r"fastdecode:\w+", (FOLDER / "autoscaling" / "prometheus-adapter.yaml").read_text())
     assert read and all(f"# TYPE {name} gauge\n" in text for name in read)

@@ -1,4 +1,4 @@
-"""The ways of keys and values to R-workers of several ranks: each stores its heads, and a prefix is read whole."""
+"""Keys and values on their way to R-workers of several ranks: each stores its heads, and a prefix is read whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")
 
 
 def layout_of(num_ranks: int, model_dtype: str, kv_dtype: str) -> KVLayout:
-    """What each of so many ranks has of ``contract.LAYERS``, all of it for one: some layers' heads are repeated."""
+    """Return what each of ``num_ranks`` ranks holds of ``contract.LAYERS``; some layers' heads are repeated."""
     layers = tuple(
         structs.replace(
             each, num_heads=4, num_kv_heads=max(1, each.num_kv_heads // num_ranks), sinks=(), alibi_slopes=()
@@ -47,13 +47,13 @@ class Cache:
         self.tell((Verb.RESERVE, 1, TICKET, LENGTH))
 
     def tell(self, *controls: tuple[int, int, int, int]) -> None:
-        """A step with no rows."""
+        """Run a step without rows."""
         plan = WorkerPlan(np.array(list(controls), CONTROL), (np.array([], SPAN),))
         self.backend.begin_step(StepPlan((plan,)))
         self.backend.end_step()
 
     def commit(self) -> bytes:
-        """The sequence as it is stored, which goes on under a ticket of its own."""
+        """Commit the sequence under a ticket of its own, and return its stored bytes."""
         self.tell((Verb.COMMIT, 1, TICKET, LENGTH))
         stored = self.backend.export(0, 1).tobytes()
         self.tell((Verb.RESERVE, 1, TICKET + 1, LENGTH + 1))
@@ -61,7 +61,7 @@ class Cache:
 
 
 class Ranks:
-    """The R-workers of ``num_ranks`` ranks that together are one."""
+    """The R-workers of ``num_ranks`` ranks that make one logical R-worker."""
 
     def __init__(self, num_ranks: int, model_dtype: str, kv_dtype: str, opened: ExitStack) -> None:
         self.whole, own = (layout_of(count, model_dtype, kv_dtype) for count in (1, num_ranks))
@@ -78,7 +78,7 @@ class Ranks:
         return made
 
     def store(self) -> int:
-        """All rows, layer by layer; returns the bytes that were sent."""
+        """Store all rows, layer by layer, and return the bytes that were sent."""
         senders = [self.sender(StoreSender, place) for place in self.places]
         send = store_way(PlacedRows(self.places, START, START + LENGTH, TICKET), self.heads, senders)
         num_bytes = sum(
@@ -93,7 +93,7 @@ class Ranks:
         return num_bytes
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """All heads' keys and values, drawn from the layer."""
+        """Return all heads' keys and values, drawn by the layer's number."""
         shape, rng = self.whole.layers[layer], np.random.default_rng(layer)
         k, v = (
             to_wire(rng.standard_normal((LENGTH, shape.num_kv_heads, dim), np.float32), self.whole.model_dtype)
@@ -102,7 +102,7 @@ class Ranks:
         return k, v
 
     def read(self) -> bytes:
-        """The prefix of all layers, one after the other."""
+        """Return the prefix of all layers, one after the other."""
         readers = [self.sender(PrefixReader, place) for place in self.places]
         read = read_way(PlacedRows(self.places, 0, LENGTH, TICKET + 1), self.heads, readers)
         found = []
@@ -118,7 +118,7 @@ class Ranks:
 
 @pytest.mark.parametrize(("model_dtype", "kv_dtype"), DTYPES)
 def test_heads_of_ranks_are_those_of_one_cache(model_dtype: str, kv_dtype: str) -> None:
-    """The same bits with all heads in one cache, with two ranks, and with four: then some heads are there twice."""
+    """One cache of all heads, two ranks and four (some heads are there twice) have the same bits."""
     with ExitStack() as opened:
         one = Ranks(1, model_dtype, kv_dtype, opened)
         num_bytes = one.store()
@@ -131,7 +131,7 @@ def test_heads_of_ranks_are_those_of_one_cache(model_dtype: str, kv_dtype: str) 
             several = Ranks(num_ranks, model_dtype, kv_dtype, opened)
             assert several.store() == (num_bytes if num_ranks == 2 else num_bytes * 3 // 2)
             stored = [cache.commit() for cache in several.caches]
-            assert len(set(stored)) == num_ranks  # no two ranks have the same heads of all layers
+            assert len(set(stored)) == num_ranks  # No two ranks have the same heads of all layers.
             assert several.read() == wanted
 
 

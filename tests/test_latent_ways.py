@@ -1,4 +1,4 @@
-"""Latent rows, rows that an index picks, and chunks give the tokens of ``generate`` in every way of running them."""
+"""Latent rows, rows that an index picks, and chunks give the tokens of ``generate`` in every configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "absorbed by R-workers, ranks": THERE | {"tensor_parallel_size": 2},
 }
 PARTS = ("ranks", "absorbed by R-workers, ranges")
-"""Ways that `make test` leaves to those with more in them."""
+"""Configurations that `make test` skips, since others include them."""
 NUMBERS = [(workers, mini_batches) for workers in (1, 2, 3) for mini_batches in (1, 2, 3)]
 CHUNKED = "llama4_text"
 SPARSE = (*sparse_zoo.CONFIGS, CHUNKED)
@@ -54,7 +54,7 @@ NO_LATENTS = ("minimax_m3", CHUNKED)
 
 
 class ChunkedZoo:
-    """Llama 4 with chunks of 64 tokens, of which the prompts have up to nine."""
+    """Llama 4 with chunks of 64 tokens; the prompts have up to nine chunks."""
 
     prompts = staticmethod(sparse_zoo.prompts)
 
@@ -64,12 +64,12 @@ class ChunkedZoo:
 
 
 def zoo(name: str) -> Any:
-    """Where the architecture's tiny model and its prompts are."""
+    """Return the zoo that has the architecture's tiny model and its prompts."""
     return ChunkedZoo if name == CHUNKED else sparse_zoo if name in SPARSE else latent_zoo
 
 
 def pairs() -> Iterator[Any]:
-    """Every architecture in every way; ``make test`` has each of both at least once, of latent rows alone."""
+    """Yield every architecture in every configuration; ``make test`` has each at least once, for latent rows only."""
     names, ways = list(latent_zoo.CONFIGS), list(WAYS)
     for i, name in enumerate(names):
         for j, way in enumerate(ways):
@@ -82,7 +82,10 @@ def pairs() -> Iterator[Any]:
 
 
 def numbers(way: str, seed: int, extent: str) -> list[tuple[int, int]]:
-    """Numbers of R-workers and of mini-batches: all pairs, each number once or twice, or one pair, as `extent` says."""
+    """Return pairs of numbers of R-workers and of mini-batches.
+
+    ``extent`` says whether these are all pairs, each number once or twice, or one pair.
+    """
     least = 2 if {"copies", "kill"} & set(way.replace(",", "").split()) else 1
     able = [pair for pair in NUMBERS if pair[0] >= least and ("ranks" not in way or pair[0] < 3)]
     if extent == "each":
@@ -92,7 +95,7 @@ def numbers(way: str, seed: int, extent: str) -> list[tuple[int, int]]:
 
 
 def extent(name: str, way: str) -> str:
-    """Of sparse models, and where R-workers absorb, each number; of others all pairs."""
+    """Return whether each number is run (sparse models, absorbing R-workers) or all pairs."""
     if not SEES_ALL:
         return "one"
     return "each" if name in SPARSE or "absorbed" in way else "all"
@@ -100,7 +103,7 @@ def extent(name: str, way: str) -> str:
 
 @cache
 def folder(name: str, root: Path) -> Path:
-    """The architecture's tiny model."""
+    """Save the architecture's tiny model and return its folder."""
     zoo(name).build_model(name).save_pretrained(root / name)
     return root / name
 
@@ -112,7 +115,7 @@ def tokens_of(llm: LLM, name: str, befalls: dict[int, Callable[[], object]]) -> 
 
 
 def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int) -> list[list[int]]:
-    """The tokens."""
+    """Return the tokens of all prompts."""
     settings = latent_zoo.SETTINGS | WAYS[way] | {"num_mini_batches": num_mini_batches}
     if name in SPARSE:
         settings["block_size"] = 16
@@ -135,7 +138,7 @@ def run(name: str, way: str, root: Path, num_workers: int, num_mini_batches: int
 
 
 def kills(llm: LLM, has_copies: bool) -> dict[int, Callable[[], object]]:
-    """One R-worker is lost among the prompts, of three without copies another one among the decodes."""
+    """Return kills by step: one R-worker in the prompts; without copies, a second of three in the decodes."""
     first, *_, last = r_workers.spawned_pids(llm)
     befalls = {3: partial(os.kill, last, signal.SIGKILL)}
     if len(r_workers.spawned_pids(llm)) == 3 and not has_copies:
@@ -169,10 +172,10 @@ def test_every_architecture_in_every_way(name: str, way: str, tmp_path_factory: 
 
 @cache
 def proven(name: str, root: Path) -> list[list[int]]:
-    """Tokens of one R-worker, once they have proven to be what ``generate`` gives."""
+    """Return the tokens of one R-worker, which must equal those of ``generate``."""
     with LLM(str(folder(name, root)), **latent_zoo.SETTINGS) as llm:
         tokens = tokens_of(llm, name, {})
-    assert sum(len(set(each)) > NUM_TOKENS / 3 for each in tokens) >= 7  # one may go round in circles
+    assert sum(len(set(each)) > NUM_TOKENS / 3 for each in tokens) >= 7  # One text may repeat itself.
     model = zoo(name).build_model(name)
     texts = zip(zoo(name).prompts(), tokens, strict=True)
     assert [model_zoo.disagreements(model, *pair) for pair in texts] == [0] * 8

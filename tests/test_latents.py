@@ -1,4 +1,4 @@
-"""Multi-head latent attention over latent rows: the tokens of transformers' ``generate``, however it is run."""
+"""Multi-head latent attention over latent rows gives the tokens of transformers' ``generate``, however it is run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BOTH = {"kv_replicas": 2, "kv_shard_tokens": 512}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny DeepSeek-V3."""
+    """Save the tiny DeepSeek-V3 and return its folder."""
     place = tmp_path_factory.mktemp("deepseek_v3")
     latent_zoo.build_model("deepseek_v3").save_pretrained(place)
     return place
 
 
 def generated(llm: LLM, texts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Token ids of every text, and the check that nothing stays behind."""
+    """Return the token ids of every text, and check that nothing stays behind."""
     outputs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
     assert_nothing_held(llm.engine)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -48,7 +48,7 @@ DTYPES = [("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")]
 def test_tokens_stay_among_others_at_prefill_workers_in_two_places_and_after_kill_9(
     folder: Path, dtype: str, kv_dtype: str
 ) -> None:
-    """Those of one R-worker and each text by itself, in ranges with two copies, one of which is lost."""
+    """Ranges with two copies, one of which is lost, give the tokens of one R-worker with each text alone."""
     texts, params = prompts((700, 30, 505, 620)), replace(GREEDY, max_tokens=12)
     settings = SETTINGS | {"dtype": dtype, "kv_cache_dtype": kv_dtype, "kv_shard_tokens": 512}
     with LLM(str(folder), **settings) as llm:
@@ -68,7 +68,7 @@ def test_tokens_stay_among_others_at_prefill_workers_in_two_places_and_after_kil
 @pytest.mark.slow
 @pytest.mark.parametrize("ranges", [{}, BOTH], ids=["whole", "ranges"])
 def test_tokens_stay_among_others_and_after_kill_9_where_r_workers_absorb(folder: Path, ranges: dict[str, int]) -> None:
-    """In bfloat16, those of one R-worker and each text by itself."""
+    """In bfloat16, R-workers that absorb give the tokens of one R-worker with each text alone."""
     texts, params = prompts((700, 30, 505, 620)), replace(GREEDY, max_tokens=12)
     settings = SETTINGS | {"dtype": "bfloat16", "latent_absorption": "r", "max_num_batched_tokens": 300}
     settings |= {"max_num_seqs": 16, "kv_shard_tokens": ranges.get("kv_shard_tokens")}
@@ -100,7 +100,7 @@ def test_quantized_latents_are_near_the_models_own(folder: Path, kv_dtype: str, 
 
 
 def test_what_expands_otherwise_stays_expanded() -> None:
-    """A module whose values are not those of ``kv_b_proj``, and one whose projection has a bias."""
+    """The values of one module are not those of ``kv_b_proj``, and another one's projection has a bias."""
     for change in ("values", "bias"):
         model = latent_zoo.build_model("minicpm3")
         attention = model.model.layers[1].self_attn

@@ -1,4 +1,4 @@
-"""``fastdecode launch``: hostfiles, the lines for every launcher, and a job that starts from them."""
+"""``fastdecode launch``: hostfiles, the lines for every launcher, and a job that these lines start."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_too_few_hosts_are_said(text: str, message: str, tmp_path: Path, capfd: 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three R-workers on two hosts; flags of both sides where they belong."""
+    """Three R-workers run on two hosts, and the flags of both sides are where they belong."""
     text = printed(capsys, hostfile, form, "--kv-cache-memory", "4GiB", *S_COMMAND)
     script = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert script.returncode == 0, script.stderr
@@ -96,7 +96,7 @@ def test_lines_are_shell_and_hold_the_job(form: str, hostfile: Path, capsys: pyt
 def test_the_last_slots_are_prefill_workers(
     form: str, given: list[str], hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They get the S-worker's model flags, and every rank the key, since keys and values leave their machines."""
+    """Prefill workers get the S-worker's model flags, and every rank the key, since rows leave their machines."""
     more = ["--dtype=bfloat16", "--num-prompts", "4", "--enforce-eager", "--tokenizer", "t", "--", "-x"]
     text = printed(capsys, hostfile, form, *S_COMMAND, *given, *more)
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
@@ -197,7 +197,7 @@ def test_what_cannot_work_is_said(
     ],
 )
 def test_it_starts_the_job(prefill_workers: list[str], tmp_path: Path) -> None:
-    """On this machine, with more processes than cores; nothing is set for it from outside."""
+    """The job runs on this machine, with more processes than cores and no settings from outside."""
     slots = len(usable_cores()) + 1
     hosts = write(tmp_path, f"localhost slots={slots}\n")
     small = ["--max-model-len", "64", "--num-prompts", "2", "--random-input-len", "8", "--random-output-len", "4"]

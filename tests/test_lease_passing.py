@@ -1,5 +1,7 @@
-"""Who gets a session whose S-worker is busy, stopped or gone, what R-workers say of those that ask, and who is lost
-meanwhile; with each security level."""
+"""A session passes to another S-worker if its own is busy, stopped or gone, at each security level.
+
+The tests also cover the answers of R-workers to those that ask, and R-workers that are lost meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SECURITY = [None, pytest.param("authenticate", marks=pytest.mark.slow), pytest.p
 
 
 def backend(addresses: str, key: Path | None, security: str | None, **asked: Any) -> TcpBackend:
-    """An S-worker of session "s"; ``asked``: of its lease."""
+    """Return the backend of an S-worker of session "s"; ``asked`` has the settings of its lease."""
     lease = AskedLease("s", "second" if asked else "first", "first" if asked else "", 60.0, **asked)
     guard = (str(key), security) if security else (None, None)
     return TcpBackend(addresses.split(","), 16, *guard, lease=lease, in_order=bool(asked), may_miss=True)
@@ -31,7 +33,7 @@ def backend(addresses: str, key: Path | None, security: str | None, **asked: Any
 def asks_until(
     holds: Callable[[], bool], make: Callable[[], TcpBackend]
 ) -> tuple[TcpBackend, list[RWorkerInfo]] | None:
-    """Ask again and again while ``holds``; what was opened."""
+    """Ask again and again while ``holds``, and return what was opened."""
     while holds():
         try:
             return (found := make()), found.open(contract.LAYOUT)
@@ -42,8 +44,10 @@ def asks_until(
 
 @pytest.mark.parametrize("security", SECURITY)
 def test_a_busy_s_worker_keeps_its_session_and_a_stopped_one_does_not(key_file: Path, security: str | None) -> None:
-    """A busy one sends no frames for longer than a lease's time, heartbeats alone; the standby that asks meanwhile is
-    told of once."""
+    """A busy S-worker sends only heartbeats for longer than a lease's time, and keeps its session.
+
+    It is told once of the standby that asks meanwhile.
+    """
     arguments = ("--key-file", str(key_file), "--security", security) if security else ()
     with r_workers.listening(*arguments) as (process, address):
         (first := backend(address, key_file, security)).open(contract.LAYOUT)
@@ -55,7 +59,7 @@ def test_a_busy_s_worker_keeps_its_session_and_a_stopped_one_does_not(key_file: 
         assert asks_until(lambda: time.monotonic() < end, standby) is None
         assert works(first)
         link = first.workers[0].link  # type: ignore[attr-defined]
-        link.close()  # as where its process is killed: it says no word
+        link.close()  # The S-worker sends no farewell, as if its process were killed.
         end = time.monotonic() + PATIENCE_SECONDS
         found = asks_until(lambda: time.monotonic() < end, standby)
         assert found and [each.num_tokens for each in found[1][0].held] == [4]
@@ -67,7 +71,7 @@ def test_a_busy_s_worker_keeps_its_session_and_a_stopped_one_does_not(key_file: 
 
 @pytest.mark.parametrize("security", SECURITY)
 def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) -> None:
-    """To one that waits for its end; what it asks afterwards is answered by name."""
+    """A standby gets the session, and later requests of the first S-worker are refused by name."""
     arguments = ("--key-file", str(key_file), "--security", security) if security else ()
     with r_workers.listening(*arguments) as (_, address):
         (first := backend(address, key_file, security)).open(contract.LAYOUT)
@@ -85,7 +89,7 @@ def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) 
 def test_one_opens_without_an_r_worker_that_is_gone(
     key_file: Path, security: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where that was killed with the S-worker before; the other has kept what it had."""
+    """One R-worker was killed with the earlier S-worker, and the other has kept its sequences."""
     monkeypatch.setattr("fastdecode.cluster.pool.tcp.MEETING_SECONDS", 0.5)
     arguments = ("--key-file", str(key_file), "--security", security) if security else ()
     with r_workers.listening(*arguments) as (gone, lost), r_workers.listening(*arguments) as (_, address):
@@ -104,7 +108,7 @@ def test_one_opens_without_an_r_worker_that_is_gone(
 
 
 def test_what_one_took_that_did_not_get_all_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two R-workers serves another session."""
+    """The second of two R-workers serves another session, so the first is given back."""
     monkeypatch.setattr("fastdecode.cluster.pool.tcp.SETTLE_SECONDS", 0.2)
     with r_workers.listening() as (_, one), r_workers.listening() as (_, two):
         (first := backend(one, None, None)).open(contract.LAYOUT)

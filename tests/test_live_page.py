@@ -1,4 +1,4 @@
-"""The live page: what it is told, that it costs nothing while closed, and how it looks in a real browser."""
+"""The live page: its data, that it costs nothing while closed, and its look in a real browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEP = StepRecord(
 
 
 def observer(*end_seconds: float, running: int = 7) -> EngineWatch:
-    """Steps that ended then, on two R-workers, of which one joined after the others' first step."""
+    """Return a watch of steps that ended at these times, on two R-workers and one that has just joined."""
     found = EngineWatch("m")
     found.steps.extend(TimedStep(end, STEP) for end in end_seconds)
     workers = (RWorkerState("a", kv_load=200, kv_load_limit=400), RWorkerState("b", kv_load=100), RWorkerState("new"))
@@ -44,7 +44,7 @@ def observer(*end_seconds: float, running: int = 7) -> EngineWatch:
 def test_rates_are_means_over_the_last_seconds() -> None:
     seen = look(observer(90.0, 98.5, 99.0, 99.5), now=100.0)
     assert (seen["running"], seen["waiting"]) == (7, 2)
-    assert seen["output_tokens_per_second"] == pytest.approx(45.0)  # three steps of 30 in two seconds
+    assert seen["output_tokens_per_second"] == pytest.approx(45.0)  # Three steps of 30 tokens ended in two seconds.
     assert seen["s_utilisation"] == pytest.approx(0.45)
     assert [each["utilisation"] for each in seen["r_workers"]] == pytest.approx([0.3, 0.15, 0.0])
     assert [each["kv_load"] for each in seen["r_workers"]] == [200, 100, 0]
@@ -52,12 +52,12 @@ def test_rates_are_means_over_the_last_seconds() -> None:
 
 
 def test_a_step_that_began_before_counts_from_its_beginning() -> None:
-    """So that utilisation never passes 1, and long steps are not taken for none."""
+    """Utilisation therefore never exceeds 1, and a long step is not taken for idleness."""
     slow = observer()
     slow.steps.append(TimedStep(99.0, replace(STEP, wall_seconds=4.0, s_seconds=4.0)))
     assert look(slow, now=99.0)["s_utilisation"] == pytest.approx(1.0)
     assert look(slow, now=99.0)["output_tokens_per_second"] == pytest.approx(7.5)
-    assert look(slow, now=103.0)["s_utilisation"] == pytest.approx(0.5)  # it runs, and nothing newer has ended
+    assert look(slow, now=103.0)["s_utilisation"] == pytest.approx(0.5)  # The step runs, and nothing newer has ended.
 
 
 def test_an_idle_engine_attends_nothing() -> None:
@@ -68,7 +68,7 @@ def test_an_idle_engine_attends_nothing() -> None:
 
 
 def test_the_timeline_is_of_the_first_layers() -> None:
-    """From the first layer's beginning to the end of the last one shown, in milliseconds."""
+    """The timeline covers the first layers, in milliseconds from the first layer's start."""
     events = [Event(0, Interval(HOST, -1, -1, 9.0, 10.0)), Event(0, Interval(MODEL, 0, -1, 10.0, 10.5))]
     for layer in range(SHOWN_LAYERS + 3):
         start = 10.5 + layer
@@ -84,13 +84,14 @@ def test_the_timeline_is_of_the_first_layers() -> None:
     assert seen["events"][1] == (2, R_BUSY, 1, 0, 250.0, 1000.0)
     assert {event[3] for event in seen["events"]} == {-1, *range(SHOWN_LAYERS)}
     assert max(event[5] for event in seen["events"]) == pytest.approx(SHOWN_LAYERS * 1e3)
-    after = Interval(MODEL, 1, SHOWN_LAYERS + 3, 100.0, 100.5)  # the S-worker's last stay, after the last layer
+    # The S-worker's last interval comes after the last layer.
+    after = Interval(MODEL, 1, SHOWN_LAYERS + 3, 100.0, 100.5)
     assert timeline([*events, Event(0, after)])["num_layers"] == SHOWN_LAYERS + 3
     assert timeline([])["events"] == timeline(events[:2])["events"] == []
 
 
 def test_the_engine_records_only_while_a_page_is_open() -> None:
-    """Two pages; the second is closed by its client, the first ends with the server."""
+    """Two pages are open; one is closed by its client, the other ends with the server."""
     found = observer()
     model = SimpleNamespace(names=("m",))
     service: Any = SimpleNamespace(observer=found, model=model, dead=False, draining=False)
@@ -114,7 +115,7 @@ def test_the_engine_records_only_while_a_page_is_open() -> None:
         pages = [asyncio.create_task(page(number)) for number in (0, 1)]
         await asyncio.sleep(0.05)
         assert found.watched and live.num_viewers == 2
-        assert sent[0][1]["body"] == sent[1][1]["body"]  # one look for both
+        assert sent[0][1]["body"] == sent[1][1]["body"]  # Both pages get the same look at the engine.
         assert json.loads(sent[0][1]["body"].removeprefix(b"data: "))["running"] == 7
         closed.set()
         await pages[1]
@@ -129,7 +130,7 @@ def test_the_engine_records_only_while_a_page_is_open() -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian's package chromium)")
 def test_the_page_in_a_browser_while_an_r_worker_dies(tmp_path: Path) -> None:
-    """It asks for the key, fits a phone, draws a step, and names the R-worker that is lost."""
+    """The page asks for the key, fits a phone, draws a step, and names the R-worker that is lost."""
     flags = ["--r-workers", "spawn:3", "--num-mini-batches", "2", "--s-threads", "1", "--r-threads", "1"]
     with serving(tmp_path, *flags, FASTDECODE_API_KEY="secret") as server:
         assert server.request("/live")[0] == 401
@@ -146,7 +147,7 @@ def test_the_page_in_a_browser_while_an_r_worker_dies(tmp_path: Path) -> None:
 
 
 def keep_busy(server: RunningServer, stop: threading.Event) -> None:
-    """One request after another."""
+    """Send one request after another until told to stop."""
     asked = {"model": "", "prompt": "def f(x):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     asked["attention_sources"] = 64
     asked["model"] = server.request("/v1/models", headers={"authorization": "Bearer secret"})[1]["data"][0]["id"]

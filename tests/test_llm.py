@@ -1,4 +1,4 @@
-"""``LLM`` beside ``generate`` and ``chat``: the names that users of vLLM look for."""
+"""``LLM`` apart from ``generate`` and ``chat``: the methods that users of vLLM look for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """By vLLM's names, with what means nothing here."""
+    """Yield an LLM made with vLLM's argument names, including those without effect here."""
     vllms = {"kv_cache_memory_bytes": 16 << 20, "pipeline_parallel_size": 1, "tokenizer_mode": "auto", "swap_space": 4}
     with LLM(max_model_len=256, s_threads=1, enable_prefix_caching=True, **vllms) as llm:
         assert llm.engine.config.kv_cache_memory == 16 << 20
@@ -68,7 +68,7 @@ def test_methods_settings_and_names_of_vllm_say_what_to_do_instead(llm: LLM, cap
 
 
 def test_reset_prefix_cache_forgets_every_prefix(llm: LLM) -> None:
-    """A prompt that comes again is found until then, and computed again, to the same tokens, after it."""
+    """A prompt that comes again is a hit before the reset, and is computed again, to the same tokens, after it."""
 
     def tokens_and_hits() -> tuple[list[int], int]:
         before = llm.llm_engine.scheduler.statistics.prefix_hit_tokens
@@ -85,7 +85,7 @@ def test_reset_prefix_cache_forgets_every_prefix(llm: LLM) -> None:
 
 
 def test_reset_prefix_cache_leaves_running_requests_alone(llm: LLM) -> None:
-    """Between two of their steps: the tokens stay the same, and nothing is held afterwards."""
+    """A reset between two steps of running requests keeps their tokens, and nothing is held afterwards."""
     (wanted,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     engine = llm.llm_engine
     engine.add_request("running", PROMPT, GREEDY)

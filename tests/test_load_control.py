@@ -1,4 +1,4 @@
-"""The load-stabilizing schedule: its forecast against running on, the paper's figures, and what it promises."""
+"""The load-stabilizing schedule: its forecast against a run, the paper's figures, and its guarantees."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.slow
 
 
 def loads_of(run: Run) -> np.ndarray:
-    """KV tokens attended per R-worker and step, [num_workers, num_steps]."""
+    """Return the KV tokens attended per R-worker and step, [num_workers, num_steps]."""
     return np.array(run.kv_loads).T
 
 
 @st.composite
 def known_runs(draw: st.DrawFn) -> Run:
-    """Lengths that end at max_tokens, prompts of all sizes, siblings, arrivals, one to three workers."""
+    """Draw runs whose lengths end at max_tokens, with prompts of all sizes, siblings, arrivals and 1 to 3 R-workers."""
     jobs = []
     for _ in range(draw(st.integers(1, 10))):
         length, n = draw(st.integers(1, 30)), draw(st.integers(1, 3))
@@ -47,7 +47,7 @@ def known_runs(draw: st.DrawFn) -> Run:
 @given(known_runs(), st.integers(0, 30))
 @settings(max_examples=examples(600))
 def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
-    """From the first step at or after ``look_at`` at which no sequence waits, to the end, per worker."""
+    """The forecast holds per R-worker to the end, from the first step after ``look_at`` at which none waits."""
     last_arrival = max(job.arrives for job in run.jobs)
     forecast, first = np.zeros((0, 0)), 0
     while run.step_number <= last_arrival or run.alive:
@@ -77,7 +77,7 @@ def test_the_forecast_is_what_happens(run: Run, look_at: int) -> None:
 )
 @settings(max_examples=examples(600))
 def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tuple[int, int, int]], budget: int) -> None:
-    """Against one step after the other: decodes take rows first, prompts take the rest in order."""
+    """The forecast equals a step-by-step count: decodes take rows first, and prompts the rest in order."""
     cached, steps = np.array([r[0] for r in running], int), np.array([r[1] for r in running], int)
     forecast = LoadForecast(np.zeros(len(running), int), cached, steps, 1, budget)
     decoding = [[c, d] for c, d in running]
@@ -119,9 +119,9 @@ def test_the_forecast_adds_up(running: list[tuple[int, int]], prompts: list[tupl
 def test_the_papers_figures(
     in_flight: int, length: int, interval: int, micro_batch: int, peak: int, peak_together: int
 ) -> None:
-    """M = B·F/S sequences start every F steps, and the peak is B(S+F)/2 instead of B·S (facts: section 4.2).
+    """M = B·F/S sequences start every F steps, and the peak is B(S+F)/2 instead of B·S (section 4.2).
 
-    The long run ends once the first of those that follow the first round have started: the peak comes before.
+    The run ends once the first sequences after the first round have started, since the peak comes before.
     """
     limits = replace(
         AMPLE,
@@ -143,7 +143,7 @@ def test_the_papers_figures(
     assert set(first_round[first_round > 0].tolist()) == {micro_batch}
     assert loads_of(run).max() == peak
     gaps = np.diff(np.flatnonzero(starts))
-    assert gaps.max() <= interval + 1  # no sequence waits for another to end
+    assert gaps.max() <= interval + 1  # No sequence waits for another to end.
     if is_short:
         together = Run("stall-free", replace(limits, kv_load_limit=None), jobs)
         together.to_the_end()
@@ -152,7 +152,7 @@ def test_the_papers_figures(
 
 @pytest.mark.slow
 def test_the_load_stays_even_for_unequal_lengths_and_prompts() -> None:
-    """Mean load close to the limit while requests last, and never above it."""
+    """The mean load is close to the limit while requests last, and no step exceeds the limit."""
     rng = np.random.default_rng(1)
     jobs = []
     for prompt_len, length in rng.integers((5, 20), (80, 120), (600, 2)).tolist():
@@ -168,7 +168,7 @@ def test_the_load_stays_even_for_unequal_lengths_and_prompts() -> None:
 
 
 def test_below_the_limit_nothing_is_staggered() -> None:
-    """All start in the first step, as without a limit, though the limit is only just enough."""
+    """All sequences start in the first step, as without a limit, though the limit is only just enough."""
     jobs = [Job([1] * 10, 20, [20]) for _ in range(50)]
     for limit in (None, 50 * 29):
         run = Run("sls", replace(AMPLE, kv_load_limit=limit), jobs)
@@ -180,9 +180,9 @@ def test_below_the_limit_nothing_is_staggered() -> None:
 
 
 def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
-    """Where R time equals S time no request gains by waiting, unless there are many generations for as many seats.
+    """With R time equal to S time all seats start at once, except where many generations of requests wait.
 
-    The longest request fits whatever was found.
+    The longest request fits whatever limit was found.
     """
     limits = replace(AMPLE, max_num_seqs=50, max_num_batched_tokens=2048)
     jobs = [Job([1] * 10, 20, [20]) for _ in range(50)]
@@ -217,9 +217,9 @@ def test_a_found_limit_lets_everybody_start_who_has_a_seat() -> None:
 def test_prompts_come_evenly_while_all_seats_are_taken(
     num_jobs: int, shortest: tuple[int, int], longest: tuple[int, int], steps: slice, most: float
 ) -> None:
-    """Rows of a step stay closer to their mean than where prompts are computed as they come, and are no fewer.
+    """Rows per step vary less than where prompts are computed as they come, and are no fewer.
 
-    Where R-workers are above their limit what they hide is computed at once.
+    Where R-workers are above their limit, prompts are computed at once.
     """
     rng = np.random.default_rng(1)
     lengths = rng.integers(shortest, longest, (num_jobs, 2)).tolist()
@@ -242,7 +242,7 @@ def test_prompts_come_evenly_while_all_seats_are_taken(
 
 
 def test_the_rows_of_a_step_by_hand() -> None:
-    """8 rows of prompts for 32 decodes: 64 seats have 80 rows in the mean; an eighth of them free, the whole budget."""
+    """Requests of 8 prompt rows and 32 decodes give 64 seats 80 rows on average; with an eighth free, no limit."""
     limit = LoadLimit(None, Workers([1, 1], [1.0, 3.0], Sizes(1)))
     control = LoadControl(limit)
     prompt = Newcomer(0, 8, 8, 32)
@@ -262,17 +262,17 @@ def test_the_rows_of_a_step_by_hand() -> None:
 
 
 def test_outputs_shorter_than_expected_make_room_for_more() -> None:
-    """max_tokens says 100, the outputs have 20: once some have been seen, many more run at a time."""
+    """max_tokens is 100 but outputs have 20 tokens, so many more run at a time once some have ended."""
     jobs = [Job([1], 100, [20]) for _ in range(300)]
     run = Run("sls", replace(AMPLE, kv_load_limit=400), jobs)
     run.to_the_end()
     loads = loads_of(run)[0]
     assert loads[:100].max() < 100 < 200 < loads[-100:-30].mean() <= loads.max() <= 400
-    assert len(loads) < 600  # 300 outputs of 100 would take 300 x 5050 / 400 steps
+    assert len(loads) < 600  # 300 outputs of 100 tokens would take 300 x 5050 / 400 steps.
 
 
 def test_longer_outputs_than_expected_are_held_back_at_the_limit() -> None:
-    """Short outputs first, then long ones: the limit holds in every step (the harness checks it), and all end."""
+    """Short outputs come first, then long ones; the limit holds in every step (the harness checks it), and all end."""
     jobs = [Job([1], 200, [5]) for _ in range(60)] + [Job([1], 200, [150]) for _ in range(30)]
     run = Run("sls", replace(AMPLE, kv_load_limit=400), jobs)
     run.to_the_end()
@@ -289,7 +289,10 @@ def test_load_is_shared_in_proportion_to_bandwidth() -> None:
 
 
 def test_expected_lengths() -> None:
-    """max_tokens until enough outputs stopped by themselves; then what those say, cut ones saying only 'at least'."""
+    """The expected length is max_tokens until enough outputs have stopped by themselves.
+
+    Then it follows these, where outputs that were cut say only 'at least'.
+    """
     lengths = OutputLengths()
     now, most = np.array([1, 3, 8, 12]), np.array([50, 50, 9, 50])
     for _ in range(200):
@@ -315,7 +318,7 @@ def test_expected_lengths_are_possible(seen: list[tuple[int, bool]], now: int) -
 
 
 def test_the_balance_is_found_from_the_first_decode_steps() -> None:
-    """R time = 2 ms + 1 µs per token: S time of 10 ms meets it at 8,000 tokens, whatever the loads were."""
+    """With R time of 2 ms + 1 µs per token, S time of 10 ms meets it at 8,000 tokens, whatever the loads were."""
     finder = BalanceFinder()
     rng = np.random.default_rng(0)
     for step in range(NUM_STEPS):
@@ -331,7 +334,7 @@ def test_the_balance_is_found_from_the_first_decode_steps() -> None:
 
 
 def test_the_token_budget_meets_its_target() -> None:
-    """10 ms up to 64 tokens, then 0.1 ms per token."""
+    """A step takes 10 ms up to 64 tokens, and 0.1 ms more for each further token."""
     profile = MeasuredStepTime([64, 128, 1024], [0.010, 0.0164, 0.106])
     assert profile(16, 0) == pytest.approx(0.010) and profile(2048, 0) == pytest.approx(0.2084)
     assert budget_within(0.050, profile, 8, 2048) == 448

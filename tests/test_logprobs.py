@@ -30,7 +30,7 @@ def events(server: RunningServer, path: str, body: Any) -> list[Any]:
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 def test_a_chat_tells_the_likeliest_and_bytes(chat_server: RunningServer, num_top: int) -> None:
-    """The chosen one only where it is one of them; whole, streamed, and as a response."""
+    """The chosen token is listed only if it is among the likeliest, whole, streamed, and in a response."""
     body = {**CHAT, "top_logprobs": num_top}
     status, answer = chat_server.request("/v1/chat/completions", body)
     assert status == 200 and answer["choices"][0]["message"]["content"] == TEXT
@@ -91,7 +91,7 @@ def test_tokens_that_the_text_leaves_out_have_no_bytes() -> None:
 def test_limits_that_leave_no_token_are_told(
     chat_server: RunningServer, limits: Any, message: str, stream: bool
 ) -> None:
-    """With 400, which a stream tells where it has begun."""
+    """The status is 400, and a stream that has begun sends the error in an event."""
     body = {"prompt": "x", "max_tokens": 4, "stream": stream, **limits}
     status, answer = chat_server.request("/v1/completions", body)
     if status == 200 and stream:

@@ -1,4 +1,4 @@
-"""An adapter merged at load answers as peft and transformers do, under its own name; what cannot be is one line."""
+"""An adapter merged at load answers as peft and transformers do, under its own name; errors are one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Change = Callable[[Path, Path], Any]
 
 
 def save_adapter(model: Any, folder: Path) -> Any:
-    """A random one, large enough to change what is said; the model with it, unmerged."""
+    """Save a random adapter, large enough to change the answers; return the model with it, unmerged."""
     torch.manual_seed(1)
     modules = ["q_proj", "v_proj", "down_proj"]
     settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=modules, init_lora_weights=False)
@@ -37,7 +37,7 @@ def save_adapter(model: Any, folder: Path) -> Any:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A tiny model and an adapter of it."""
+    """Return the folders of a tiny model and of an adapter for it."""
     model_zoo.save_model("qwen3", tmp_path / "base")
     save_adapter(model_zoo.build_model("qwen3"), tmp_path / "tuned")
     return tmp_path / "base", tmp_path / "tuned"
@@ -58,7 +58,7 @@ def test_the_weights_are_those_that_peft_merges(folders: tuple[Path, Path]) -> N
 
 
 def test_an_adapter_beside_the_weights_is_refused(folders: tuple[Path, Path]) -> None:
-    """As transformers loads it where a model id is an adapter's."""
+    """A model with an unmerged adapter, as transformers loads it for an adapter's id, is refused."""
     model = AutoModelForCausalLM.from_pretrained(folders[0])
     model.load_adapter(str(folders[1]))
     with pytest.raises(ModelLoadError, match="the model is a LoRA adapter: give its base, and --lora-modules"):
@@ -72,7 +72,7 @@ def plain(base: Path) -> torch.Tensor:
 
 @pytest.mark.thorough
 def test_it_is_served_by_its_name_by_all_ranks_and_prefill_workers(tmp_path: Path) -> None:
-    """These are refused where their weights are others'. vLLM's flags beside it are taken."""
+    """Ranks and prefill workers merge the adapter too, and vLLM's flags for adapters are accepted."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     tuned, prompt = save_adapter(model, tmp_path / "tuned"), [11, 40, 7, 90, 23]
     wanted = tuned.generate(input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]

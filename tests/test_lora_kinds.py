@@ -1,4 +1,4 @@
-"""Every kind of LoRA adapter, merged, gives the logits of peft's unmerged model, with tied embeddings and without."""
+"""Every kind of LoRA adapter, merged, gives the logits of peft's unmerged model, with tied embeddings or not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """A tiny Llama with biases, its embeddings tied or not."""
+    """Save tiny Llamas with biases and return their folders, by whether embeddings are tied."""
     folders = {}
     for tied in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Which tokens a layer sees is read off the masks that its model asks for, at the positions where rules differ."""
+"""The tokens that a layer attends are read off its model's masks, at positions where rules differ."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ causal = masking_utils.causal_mask_function
 PADDING = torch.zeros(1, dtype=torch.long)
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MASK_ALONE = ("PhimoeConfig", model_zoo.llama_like(sliding_window=24) | EXPERTS)
-"""Its attention calls name no window."""
+"""A model whose attention calls name no window."""
 NEEDS_ROWS = ("AfmoeConfig", model_zoo.llama_like(sliding_window=24, head_dim=16) | EXPERTS)
-"""It takes what attention returns for rows that lie one after another."""
+"""A model that takes attention's results for rows that lie one after another."""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_mask_is_a_rule_that_we_know_or_none(function: Any, size: int, sight: 
 
 
 def built(config: str, settings: dict[str, Any]) -> Any:
-    """A random model in which FastDecode's attention can be called."""
+    """Return a random model in which FastDecode's attention can be called."""
     register_attention()
     torch.manual_seed(0)
     made = getattr(transformers, config)(
@@ -64,7 +64,7 @@ def test_a_window_that_only_the_mask_knows_is_found_and_no_mask_is_made_after_it
 
 
 def test_a_mask_of_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose every other token is hidden, as no model of transformers has it yet."""
+    """The model hides every other token, as no model of transformers does yet."""
     model = built("LlamaConfig", model_zoo.llama_like())
     module = transformers.models.llama.modeling_llama
 
@@ -81,7 +81,7 @@ def test_a_mask_of_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     "recipe", [MASK_ALONE, ("AfmoeConfig", model_zoo.llama_like(sliding_window=24, head_dim=16) | EXPERTS)]
 )
 def test_such_models_match_generate(recipe: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of 40 and 128 tokens, so past the window."""
+    """The prompts have 40 and 128 tokens, so they are longer than the window."""
     monkeypatch.setitem(model_zoo.RECIPES, "this", model_zoo.Recipe(recipe[0], 0.15, 1, recipe[1]))
     monkeypatch.setattr(model_zoo, "NEW_TOKENS", 12)
     model_zoo.save_model("this", tmp_path)

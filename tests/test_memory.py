@@ -1,4 +1,4 @@
-"""The memory of a process stays as it is."""
+"""The memory of a process does not grow."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def peak(first, last):
 before = peak(16, 80)
 print(peak(80, 300) - before)
 """
-"""Megabytes that products of 220 new numbers of rows add to those of 64.
-
-Not by ``getrusage``, whose peak a process inherits from the one that starts it.
+"""Code that prints the megabytes that products of 220 new numbers of rows add to those of 64.
+It does not use ``getrusage``, whose peak a process inherits from its parent.
 """
 
 
@@ -50,9 +49,9 @@ def test_products_of_ever_new_numbers_of_rows_take_no_more_memory() -> None:
     assert growth() < 60
 
 
-@pytest.mark.thorough  # that the one before can fail
+@pytest.mark.thorough  # This test shows that the one before can fail.
 def test_what_the_user_set_stays() -> None:
-    """And the memory of products does grow where torch keeps them all: otherwise the other test says nothing."""
+    """The memory of products does grow where torch keeps them all; otherwise the other test would prove nothing."""
     assert growth(LRU_CACHE_CAPACITY="1024", ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024") > 120
 
 
@@ -75,7 +74,7 @@ print((before - process.memory_info().rss) >> 20)
 
 
 def test_what_was_freed_goes_back_to_the_system() -> None:
-    """Megabytes that glibc keeps below a block that is still in use."""
+    """glibc keeps megabytes below a block that is still in use."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("another C library")
     run = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over a plain HTTP client: whole, streamed, with tools and thoughts, counted, and refused."""
+"""Anthropic's Messages API over a plain HTTP client: whole, streamed, with tools and thoughts, counted, refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def events(client: httpx.Client, **more: Any) -> list[dict[str, Any]]:
 
 
 def added_up(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of a stream, whose events must come in Anthropic's order."""
+    """Return the message that a client joins from a stream, whose events must come in Anthropic's order."""
     assert found[0]["type"] == "message_start" and found[-1]["type"] == "message_stop"
     message, inputs, is_open = found[0]["message"], {}, False
     assert message["content"] == [] and message["stop_reason"] is None
@@ -86,7 +86,7 @@ def added_up(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_a_message_is_the_chat_s_answer(client: httpx.Client, chat_server: RunningServer) -> None:
-    """And its stream the same; with its tokens counted, and the reason for its end."""
+    """The message and its stream equal the chat's answer, with its tokens counted and the reason for its end."""
     with client:
         found = ask(client, system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}])
         messages = [{"role": "system", "content": "be brief"}, *HI]
@@ -199,7 +199,7 @@ def chat(**told: Any) -> Any:
 
 
 def test_conversations_become_chats() -> None:
-    """Results of tools stand before what the user says to them; thoughts and calls belong to one message."""
+    """Results of tools precede the user's text, and thoughts and calls belong to one message."""
     said: list[Any] = [
         {"role": "user", "content": "hi"},
         {

@@ -1,4 +1,4 @@
-"""Sequences that move because the load turned out uneven, against every single move there was."""
+"""Sequences that move when the load is uneven, against every possible single move."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ PER_TOKEN = 1e-3
 
 
 def shared(times: np.ndarray, hidden: float) -> float:
-    """Σ of the i-th busiest R-worker's time over i: each one's part of a step is what this falls by as it gets less
-    (Hart and Mas-Colell's potential of the game that SharedPeak plays). ``times``: [num_workers, steps]."""
+    """Return Σ of the i-th busiest R-worker's time over i; ``times``: [num_workers, steps].
+
+    It falls by an R-worker's part of a step as that R-worker gets less. It is Hart and Mas-Colell's potential of the
+    game that SharedPeak plays.
+    """
     falling = np.sort(np.maximum(times, hidden), axis=0)[::-1]
     return float((falling / np.arange(1, len(falling) + 1)[:, None]).sum())
 
 
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Loads [num_workers, steps], some of them equal, and seconds per token [num_workers]."""
+    """Draw loads [num_workers, steps], some of them equal, and seconds per token [num_workers]."""
     num_workers, num_steps = draw(st.integers(2, 5)), draw(st.integers(1, 15))
     row = st.lists(st.integers(0, 9), min_size=num_steps, max_size=num_steps)
     loads = np.array(draw(st.lists(row, min_size=num_workers, max_size=num_workers)), float) * 10
@@ -49,7 +52,10 @@ def fleets(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 def test_a_gain_is_what_is_shared_less(
     fleet: tuple[np.ndarray, np.ndarray], source: int, attended: int, left: int, hidden: float
 ) -> None:
-    """Before and after the move, step by step; whichever overtakes which, and whether anything is above ``hidden``."""
+    """The gain equals the fall from before to after the move, step by step.
+
+    Any R-worker may overtake another, above ``hidden`` or below.
+    """
     loads, per_token = fleet
     steps = np.arange(loads.shape[1])
     moving = np.where(steps < left, attended + steps, 0)
@@ -66,7 +72,7 @@ def test_a_gain_is_what_is_shared_less(
 
 
 def uneven_run(sizes: list[tuple[int, int]], slowness: tuple[float, ...], price: float = 0.0) -> Run:
-    """Jobs of (prompt, output) that all decode, on R-workers whose speed was not known before."""
+    """Return a run of decoding jobs (prompt, output), on R-workers whose speed was not known before."""
     num_workers = len(slowness)
     limits = replace(
         AMPLE, num_blocks=(9999,) * num_workers, bandwidths=(1.0,) * num_workers, max_num_batched_tokens=10**6,
@@ -81,9 +87,9 @@ def uneven_run(sizes: list[tuple[int, int]], slowness: tuple[float, ...], price:
 
 
 def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray:
-    """Seconds of each R-worker in each step until all sequences end, one of them moved to ``target``: [workers, steps].
+    """Return each R-worker's seconds in each step to the end, with one sequence on ``target``: [workers, steps].
 
-    By the speeds that the scheduler has seen by then, which other tests compare with the true ones.
+    The speeds are those that the scheduler has seen by then, which other tests compare with the true ones.
     """
     prices, num_steps = run.scheduler.transfers.moves.prices, 20
     per_token = prices.seconds_per_token * run.scheduler.store.workers.speeds.relative_times
@@ -96,7 +102,7 @@ def times_ahead(run: Run, sequence_id: int = -1, target: int = -1) -> np.ndarray
 
 
 def net_gain(run: Run, sequence_id: int, target: int) -> float:
-    """Of one move by trial, less twice its price."""
+    """Return the gain of one move by trial, less twice its price."""
     hidden = run.scheduler.transfers.moves.prices.hidden
     price = 2 * run.limits.seconds_per_moved_token * run.alive[sequence_id].num_tokens
     return shared(times_ahead(run), hidden) - shared(times_ahead(run, sequence_id, target), hidden) - price
@@ -107,12 +113,13 @@ def net_gain(run: Run, sequence_id: int, target: int) -> float:
     st.lists(st.sampled_from([1.0, 2.0, 6.0]), min_size=2, max_size=3),
     st.sampled_from([0.0, 0.01, 0.05]),
 )
-@example([(1, 6), (31, 6)], [6.0, 1.0], 0.0)  # emptying the slow one, which is not busier, would win
+@example([(1, 6), (31, 6)], [6.0, 1.0], 0.0)  # Emptying the slow R-worker, which is not busier, would win.
 @settings(max_examples=examples(150), deadline=None)
 def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: list[float], price: float) -> None:
-    """Every sequence to every other R-worker: what is chosen is worth as much as the best, or none is worth it.
+    """The chosen move is worth as much as the best of all sequences and targets, or none is worth its price.
 
-    Only an R-worker that is busier than the mean in some step gives sequences up: a slow one would else be emptied.
+    Only an R-worker that is busier than the mean in some step gives sequences up; otherwise a slow one would be
+    emptied.
     """
     run = uneven_run(sizes, tuple(slowness), price)
     for _ in range(3):
@@ -132,7 +139,7 @@ def test_the_best_single_move_by_trial(sizes: list[tuple[int, int]], slowness: l
 def long_run(
     slowness: tuple[float, ...], price: float, noise: float = 0.0
 ) -> tuple[Run, list[tuple[int, Transfer]], float]:
-    """A hundred unequal jobs, a few at a time: the run, its moves by step, and the seconds of its steps."""
+    """Run a hundred unequal jobs, a few at a time; return the run, its moves by step, and the steps' seconds."""
     rng = np.random.default_rng(0)
     sizes = [(int(rng.integers(5, 60)), int(rng.integers(100, 300))) for _ in range(100)]
     run = uneven_run(sizes, slowness, price)
@@ -156,7 +163,7 @@ def long_run(
 
 @pytest.mark.parametrize("price", thinned([0.0, 0.01], 2))
 def test_moves_keep_their_share_and_nobody_moves_twice_at_once(price: float) -> None:
-    """One R-worker takes thrice as long as it was said, and all of them jitter."""
+    """One R-worker takes thrice as long as expected, and all times jitter."""
     moves, seconds = long_run((3.0, 1.0, 1.0), price, noise=0.2)
     assert len(moves) > 3
     spent = [price * move.num_tokens for _, move in moves]
@@ -167,7 +174,7 @@ def test_moves_keep_their_share_and_nobody_moves_twice_at_once(price: float) -> 
 
 
 def test_what_is_even_stays() -> None:
-    """Equal jobs on R-workers as fast as said, but for jitter."""
+    """Equal jobs run on R-workers as fast as expected, except for jitter."""
     run = uneven_run([(20, 100)] * 12, (1.0, 1.0, 1.0), 1e-3)
     rng = np.random.default_rng(1)
     for _ in range(90):
@@ -177,7 +184,7 @@ def test_what_is_even_stays() -> None:
 
 
 def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
-    """It is three times as slow: 8 of 24 equal sequences become 3, and steps are nearly even again."""
+    """An R-worker three times as slow keeps 3 of its 8 of 24 equal sequences, and steps are nearly even again."""
     run = uneven_run([(40, 160)] * 24, (3.0, 1.0, 1.0), 1e-5)
     uneven = []
     for _ in range(120):
@@ -191,7 +198,7 @@ def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
 
 @pytest.mark.parametrize("schedule", ["sls", "fcfs"])
 def test_real_caches_move_and_the_tokens_stay(tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three R-workers, the first of which is said to be five times as slow as the others."""
+    """The first of three R-workers is given a fifth of the others' speed."""
     observe, done, moves = Scheduler.observe, Transfers.done, []
 
     def slow_first(self: Scheduler, step: ScheduledStep, *seconds: Any) -> None:

@@ -1,4 +1,4 @@
-"""``docs/models.md`` has every architecture of the installed transformers, and rows are what they say."""
+"""``docs/models.md`` has every architecture of the installed transformers, and its rows are true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = {row["architecture"]: row for row in DATA["rows"]}
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("model_table", ROOT / "scripts" / "model_table.py")
     assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclass looks
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Its dataclass looks the module up there.
     spec.loader.exec_module(module)
     return module
 
@@ -58,7 +58,7 @@ def test_none_crashed_and_none_differs() -> None:
     ],
 )
 def test_a_row_is_what_it_says(model_type: str, script: ModuleType) -> None:
-    """Of each result and of several kinds of caches; what was wrong or crashed before among them."""
+    """Rows of each result and of several kinds of caches are run, including rows that were wrong before."""
     found = script.tried(model_type)
     assert script.record(found) == ROWS[model_type]
 

@@ -1,4 +1,4 @@
-"""``--r-workers mpi``: the contract and the engine under a real mpirun, and how a job ends."""
+"""``--r-workers mpi``: the contract and the engine under a real mpirun, and the end of a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mpi_segments")]
 
 
 def test_the_contract_of_backends_holds(mpi_segments: Path) -> None:
-    """The same tests as of every other transport, run by the first rank; then the R-workers end by themselves."""
+    """The first rank runs every transport's tests, and then the R-workers end by themselves."""
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "test_backends.py")]
     tests += [f"{TESTS / 'test_kv_port.py'}::test_stored_rows_are_appended_rows"]
     job = mpi_jobs.run((1, tests), (2, mpi_jobs.R_WORKER), FASTDECODE_TEST_BACKENDS="mpi")
@@ -37,7 +37,7 @@ def test_the_contract_of_backends_holds(mpi_segments: Path) -> None:
 
 
 def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
-    """kill -9 in mid-step: not zero, with the rank's number, and nothing is left."""
+    """After kill -9 in a step the status is not zero, the error names the rank, and nothing is left."""
     s_worker = script("""
         import time
         from fastdecode.cluster.pool.mpi import MpiBackend
@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
     job = mpi_jobs.kill_a_rank(command, "in a step", "r-worker")
     assert job.returncode != 0
     assert "rank 2" in job.output
-    while any(alive(pid) for pid in job.process_ids):  # mpirun may end before those it has told to end
+    while any(alive(pid) for pid in job.process_ids):  # mpirun may end before the processes that it has told to end.
         time.sleep(0.01)
     assert list(mpi_segments.iterdir()) == []
 
@@ -63,18 +63,19 @@ def test_a_killed_rank_ends_the_job(mpi_segments: Path) -> None:
     [
         (["--no-such-flag"], "unrecognized arguments"),
         (["--schedule", "sls", "--max-num-seqs", "0"], "max_num_seqs must be a whole number"),
-        pytest.param(["--model", "/no/such/folder"], "no such folder", marks=pytest.mark.thorough),  # the next one, too
+        # The next case shows this, too.
+        pytest.param(["--model", "/no/such/folder"], "no such folder", marks=pytest.mark.thorough),
     ],
 )
 def test_an_s_worker_that_fails_takes_the_r_workers_with_it(arguments: list[str], message: str) -> None:
-    """Before it has joined the job, and after: the R-workers, which would wait for ever, do not keep it."""
+    """The S-worker fails before and after it joins the job; the R-workers, which would wait for ever, end too."""
     job = mpi_jobs.run((1, [*BENCH, *arguments]), (2, mpi_jobs.R_WORKER))
     assert job.returncode != 0 and message in job.stderr
 
 
-@pytest.mark.thorough  # one that fails does, too
+@pytest.mark.thorough  # The test of one that fails shows this, too.
 def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
-    """An exception in a step, of a program that cleans up nothing."""
+    """The program raises in a step and cleans up nothing."""
     s_worker = script("""
         from fastdecode.cluster.pool.mpi import MpiBackend
         from helpers import contract
@@ -87,9 +88,9 @@ def test_an_s_worker_that_does_not_close_takes_the_r_workers_with_it() -> None:
     assert job.returncode != 0 and "out of ideas" in job.stderr
 
 
-@pytest.mark.thorough  # a killed one ends it, too
+@pytest.mark.thorough  # The test of a killed rank shows this, too.
 def test_an_r_worker_that_fails_ends_the_job() -> None:
-    """In its arguments, and in mid-step."""
+    """The R-worker fails in its arguments, and in a step."""
     job = mpi_jobs.run((1, BENCH), (1, mpi_jobs.R_WORKER), (1, [*mpi_jobs.R_WORKER, "--cores", "9999"]))
     assert job.returncode != 0 and "cores: this process may not use [9999]" in job.stderr
     failing = script("""
@@ -107,7 +108,7 @@ def test_an_r_worker_that_fails_ends_the_job() -> None:
 
 @pytest.mark.parametrize("command", thinned([BENCH, mpi_jobs.R_WORKER], 2), ids=["s-worker", "r-worker"])
 def test_a_process_alone_is_told_how(command: list[str]) -> None:
-    """With and without mpirun."""
+    """The error says how to start a job, with and without mpirun."""
     for job in (mpi_jobs.run((1, command)), subprocess.run(command, capture_output=True, text=True, check=False)):
         assert job.returncode == 2
         assert "this process is alone" in job.stderr
@@ -116,12 +117,12 @@ def test_a_process_alone_is_told_how(command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", [BENCH, mpi_jobs.R_WORKER], ids=["s-worker", "r-worker"])
 def test_a_process_alone_leaves_no_shared_memory(command: list[str], mpi_segments: Path) -> None:
-    """Open MPI's segment for ranks of one machine would lie in this folder."""
+    """Open MPI's shared memory for ranks of one machine would lie in this folder."""
     plain = [PYTHON, "-c", "from mpi4py import MPI"]
     job = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "this process is alone" in job.stderr and list(mpi_segments.iterdir()) == []
     subprocess.run(plain, check=True)
-    assert len(list(mpi_segments.iterdir())) == 1  # else this test looks in the wrong place
+    assert len(list(mpi_segments.iterdir())) == 1  # Otherwise this test would look in the wrong place.
 
 
 def test_ranks_in_the_wrong_order_are_told() -> None:
@@ -131,7 +132,7 @@ def test_ranks_in_the_wrong_order_are_told() -> None:
 
 
 def test_the_benchmark_runs_and_a_binding_to_one_core_is_mended(tmp_path: Path) -> None:
-    """The job ends with 0. Open MPI's own binding, of a job of two ranks, is mended, and only that."""
+    """The job ends with 0, and Open MPI's own binding of two ranks to one core each is undone, and only that."""
     job = mpi_jobs.run((1, [PYTHON, "-S", "-c", "import os; print('before', len(os.sched_getaffinity(0)))"]))
     bound = "before 1" in job.stdout and len(usable_cores()) > 1
     result = tmp_path / "result.json"
@@ -151,9 +152,9 @@ def test_the_benchmark_runs_and_a_binding_to_one_core_is_mended(tmp_path: Path) 
         os.sched_setaffinity(0, every)
 
 
-@pytest.mark.thorough  # test_r_worker.py, over TCP
+@pytest.mark.thorough  # test_r_worker.py tests the same over TCP.
 def test_an_r_worker_never_imports_torch() -> None:
-    """Not even after a session."""
+    """torch is not imported even after a session."""
     r_worker = script("""
         from fastdecode.cli.main import main
         status = main(["r-worker", "--transport", "mpi", "--kv-cache-memory", "64MiB", "--threads", "1"])

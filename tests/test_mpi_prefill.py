@@ -1,4 +1,4 @@
-"""``--prefill-workers mpi:N`` under a real mpirun: same tokens, an orderly end, and every mistake said in one line."""
+"""``--prefill-workers mpi:N`` under a real mpirun: the same tokens, an orderly end, and one line for each mistake."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ def prefill_worker(model: str, *flags: str) -> list[str]:
 
 NUM_TOKENS = 16
 NO_MODEL = prefill_worker("/no/such/folder")
-"""Enough where the job ends before its prefill workers load anything."""
+"""A command for jobs that end before their prefill workers load anything."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
 APART = "import os; from fastdecode.cluster.links import mpi_job; mpi_job.host_id = lambda: str(os.getpid())"
-"""The first line of a rank that is to believe that no other is on its machine."""
+"""A rank's first line, which makes it believe that no other rank is on its machine."""
 
 
 def s_worker(folder: Path, settings: dict[str, object], num_engines: int, first: str = "") -> list[str]:
-    """Engines, one after another, whose prompts go to prefill workers 0 and 1 in random parts; prints tokens."""
+    """Return the command of engines, one after another, that print tokens.
+
+    Their prompts go to prefill workers 0 and 1 in random parts.
+    """
     return script(f"""
         {first}
         import json
@@ -62,14 +65,14 @@ def s_worker(folder: Path, settings: dict[str, object], num_engines: int, first:
 
 
 def check(job: subprocess.CompletedProcess[str], num_engines: int) -> None:
-    """It ended by itself, with the tokens of ``transformers`` from each."""
+    """Assert that the job ended by itself, with the tokens of ``transformers`` from each engine."""
     assert job.returncode == 0, job.stdout + job.stderr
     found = [json.loads(line.removeprefix("tokens ")) for line in job.stdout.splitlines() if line.startswith("tokens")]
     assert found == [[list(tokens[:NUM_TOKENS]) for tokens in model_zoo.reference(NAME).tokens]] * num_engines
 
 
 def test_ranks_of_every_kind(folder: Path, mpi_segments: Path) -> None:
-    """R-workers and prefill workers, in whatever order; then all end by themselves, with 0."""
+    """R-workers and prefill workers come in any order, and all end by themselves with 0."""
     settings = {"r_workers": "mpi", "prefill_workers": "mpi:2"}
     ranks = (1, prefill_worker(str(folder))), (1, mpi_jobs.R_WORKER), (1, prefill_worker(str(folder)))
     job = mpi_jobs.run((1, s_worker(folder, settings, 2)), *ranks)
@@ -80,7 +83,7 @@ def test_ranks_of_every_kind(folder: Path, mpi_segments: Path) -> None:
 
 
 def test_prefill_workers_alone_as_on_two_machines(folder: Path, tmp_path: Path) -> None:
-    """R-workers are spawned, and no rank believes to be on another's machine: with a key, over a network address."""
+    """R-workers are spawned, and ranks that believe to be on different machines use a key and a network address."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef0123456789abcdef")
     key.chmod(0o600)
@@ -92,7 +95,7 @@ def test_prefill_workers_alone_as_on_two_machines(folder: Path, tmp_path: Path) 
     assert "MPI rank 2, tcp://" in job.stdout and "tcp://127.0.0.1" not in job.stdout
 
 
-@pytest.mark.thorough  # test_launch.py, by launch
+@pytest.mark.thorough  # test_launch.py tests the same through launch.
 def test_the_benchmark_ends_with_0(folder: Path) -> None:
     flags = ["--model", str(folder), "--device", "cpu", "--skip-tokenizer-init", "--prefill-workers", "mpi:1"]
     job = mpi_jobs.run((1, [*SPAWNED, *flags]), (1, prefill_worker(str(folder))))
@@ -124,7 +127,7 @@ def test_the_benchmark_ends_with_0(folder: Path) -> None:
     ],
 )
 def test_ranks_that_are_not_those_wanted(command: list[str], ranks: list[list[str]], message: str) -> None:
-    """One error, before any model is loaded."""
+    """There is one error, before any model is loaded."""
     job = mpi_jobs.run((1, command), *((1, each) for each in ranks))
     assert job.returncode == 2, job.stdout + job.stderr
     errors = [line for line in job.stderr.splitlines() if line.startswith("fastdecode: error:")]
@@ -133,7 +136,7 @@ def test_ranks_that_are_not_those_wanted(command: list[str], ranks: list[list[st
 
 @pytest.mark.parametrize("command", [[*SPAWNED, "--prefill-workers", "mpi:1"], NO_MODEL], ids=["s-worker", "prefill"])
 def test_a_process_alone_is_told_how(command: list[str]) -> None:
-    """With and without mpirun."""
+    """The error says how to start a job, with and without mpirun."""
     for job in (mpi_jobs.run((1, command)), subprocess.run(command, capture_output=True, text=True, check=False)):
         assert job.returncode == 2
         assert "this process is alone" in job.stderr and ": mpirun -n 1 fastdecode bench throughput" in job.stderr
@@ -153,7 +156,7 @@ def test_a_prefill_worker_that_fails_ends_the_job(folder: Path) -> None:
 
 
 def test_a_killed_prefill_worker_ends_the_job(folder: Path) -> None:
-    """As a killed R-worker does: mpirun ends the others."""
+    """mpirun ends the other ranks, as it does after a killed R-worker."""
     flags = ["--model", str(folder), "--device", "cpu", "--skip-tokenizer-init", "--prefill-workers", "mpi:1"]
     command = mpi_jobs.command((1, [*SPAWNED, *flags]), (1, prefill_worker(str(folder))))
     job = mpi_jobs.kill_a_rank(command, "MPI rank 1, tcp://", "prefill-worker")

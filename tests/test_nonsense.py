@@ -1,4 +1,4 @@
-"""Nonsense that is typed after any flag of the lab's commands: one clear line, no traceback, little memory."""
+"""Nonsense after any flag of the lab's commands gives one clear line, no traceback, and takes little memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ COMMANDS = {
     "bench throughput": [*NO_MODEL, "--num-prompts", "2"],
     "bench serve": ["--port", "1", "--num-prompts", "2"],
 }
-"""Flags that are right. Those of commands that need a model, or a server, end with a clear line of their own."""
+"""Correct flags of each command.
+Commands that need a model, or a server, end with a clear line of their own.
+"""
 
 NONSENSE = (
     "nan", "-1", "0", "1e999", "-inf", "1e-320", "abc", "", "🙂", "9" * 30, "1" + "0" * 11, "3.5", "[]", '{"a": 1}',
@@ -32,7 +34,7 @@ LARGEST_GROWTH = 1 << 30
 
 
 def leaves(command: str) -> list[argparse.Action]:
-    """Return the flags of a command that take a value, but those that only write files or print help."""
+    """Return the flags of a command that take a value, except those that only write files or print help."""
     parser: argparse.ArgumentParser = build_parser(command.split())
     for word in command.split():
         groups = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]

@@ -1,4 +1,4 @@
-"""Policies decide operations and write nothing; questions about the store leave it as it is."""
+"""Policies decide operations and write nothing, and questions about the store leave it unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUESTIONS = {
 
 
 def written(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to or deletes, beyond plain names."""
+    """Yield what a statement assigns to or deletes, beyond plain names."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign | ast.Delete):
         targets = list(node.targets)
@@ -49,7 +49,7 @@ def written(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def writes(source: str) -> list[str]:
-    """Places where ``source`` writes to the store, or calls what may write to it."""
+    """Return the places where ``source`` writes to the store, or calls what may write to it."""
     found = []
     for node in ast.walk(ast.parse(source)):
         for target in written(node):
@@ -86,7 +86,7 @@ def test_operations_are_frozen() -> None:
 
 
 def state_of(scheduler: Scheduler) -> dict[str, Any]:
-    """All that the store and the queue know, by name; the order of the table's rows does not count."""
+    """Return all that the store and the queue know, by name; the order of the table's rows does not count."""
     store, table = scheduler.store, scheduler.store.table
     found: dict[str, Any] = {"snapshot": scheduler.snapshot(), "scratch": store.residents.scratch_free}
     columns = {name: each for name, each in vars(table).items() if isinstance(each, np.ndarray) and name != "rows"}
@@ -111,7 +111,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Compares the store before each operation with the store after the one before."""
+    """Compare the store before each operation with the store after the last one."""
     watch: dict[str, Any] = {"scheduler": None, "last": None, "kinds": set()}
     carry_out, do = Lifecycle.carry_out, Lifecycle._do
 
@@ -163,7 +163,7 @@ def test_a_policy_that_writes_is_found(watched: dict[str, Any], monkeypatch: pyt
 
 
 def test_each_source_is_a_class_of_its_own() -> None:
-    """None of the cache's methods is for one source, so they are few; it asks a list."""
+    """No method of the cache is for one source only, so its methods are few; the cache asks a list of sources."""
     for each in (Retained, States, Adopted, Parked):
         assert Source in each.__mro__, each
     assert not PrefixCache.__subclasses__()

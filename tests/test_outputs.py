@@ -1,4 +1,4 @@
-"""What a request returns stays as it was, though it costs nothing to make: tuples are made when they are read."""
+"""A request's outputs never change, though their tuples are made only when read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_outputs_are_compared_and_shown_by_what_they_hold() -> None:
 
 
 def test_outputs_of_earlier_steps_do_not_change() -> None:
-    """Kept and read only after the last step, they are what they would have been."""
+    """Outputs that are read only after the last step are what they were at their step."""
     with LLM(max_model_len=256, kv_cache_memory="64MiB", device="cpu") as llm:
         params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True, logprobs=1, n=2)
         llm.engine.add_request("a", "def f(", params)

@@ -1,4 +1,4 @@
-"""Commands print whatever the model writes, in any encoding, and run where nobody reads what they print."""
+"""Commands print any text of a model in any encoding, and run when nobody reads their output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_closed_outputs_stop_nothing(closed: str) -> None:
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done
 
 
-@pytest.mark.thorough  # starts a model
+@pytest.mark.thorough  # The command loads a model.
 def test_a_model_runs_with_its_outputs_closed() -> None:
     assert start(["generate", "é", *SMALL], ">&- 2>&-").returncode == 0
 

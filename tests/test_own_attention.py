@@ -1,6 +1,6 @@
-"""Models whose attention is their own code, through adapters: what R-workers are told, and the tokens of `generate`.
+"""Models whose attention is their own code: the layers that R-workers get, and the tokens of `generate`.
 
-`test_exactness.py` compares them with the other architectures; here is what a scheduler does to a sequence.
+`test_exactness.py` compares them with the other architectures; these tests preempt and cut sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model on disk."""
+    """Save the model and return its folder."""
     return model_zoo.save_model(name, tmp_path_factory.mktemp(name))
 
 
@@ -65,7 +65,7 @@ def test_chunks_of_prompts_on_three_r_workers_and_prefixes_that_are_found(name: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["falcon-40b", "bloom"], indirect=True)
 def test_preempted_sequences(name: str, folder: Path) -> None:
-    """Prompts attend on the S-worker, in chunks; one longest sequence and a little more have room."""
+    """Prompts attend on the S-worker in chunks, and little more than one longest sequence has room."""
     prompts = model_zoo.prompts(name)
     longest = max(map(len, prompts)) + 64
     with make_llm(folder) as llm:
@@ -78,7 +78,7 @@ def test_preempted_sequences(name: str, folder: Path) -> None:
 
 
 def first_layer(config: transformers.PretrainedConfig, folder: Path, **settings: Any) -> Layer:
-    """What R-workers would be told of a model with random weights."""
+    """Return the first layer that R-workers would get for a model with random weights."""
     config.save_pretrained(folder)
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32"} | settings
     return SModel(EngineConfig(model=str(folder), **given)).layout.layers[0]
@@ -86,7 +86,7 @@ def first_layer(config: transformers.PretrainedConfig, folder: Path, **settings:
 
 PLAIN = Dense(6, 6, 8, 8, 8**-0.5)
 BLOOM_SLOPES = tuple(2.0**-power for power in (2, 4, 6, 8, 1, 3))
-"""Of the paper, for 6 heads: those of 4, and every other one of 8."""
+"""The paper's slopes for 6 heads: those of 4, and every other one of 8."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -128,7 +128,7 @@ def test_what_r_workers_are_told(
 
 
 def test_slopes_between_powers_of_two(tmp_path: Path) -> None:
-    """12 heads: BLOOM's in float32; Falcon's rounded to bfloat16, as its own code has them."""
+    """With 12 heads, BLOOM's slopes are in float32, and Falcon's are rounded to bfloat16 as its own code has them."""
     common = {"vocab_size": 96, "hidden_size": 96, "num_hidden_layers": 1, "eos_token_id": None, "bos_token_id": None}
     exact = [2 ** -(i + 1) for i in range(8)] + [2 ** -(i + 0.5) for i in range(4)]
     bloom = first_layer(transformers.BloomConfig(**common, n_head=12), tmp_path / "bloom")
@@ -142,7 +142,7 @@ def test_slopes_between_powers_of_two(tmp_path: Path) -> None:
 def test_falcon_with_slopes_between_powers_of_two_matches_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once transformers does not round the products of slopes and positions to bfloat16."""
+    """The tokens match once transformers does not round the products of slopes and positions to bfloat16."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.falcon import modeling_falcon
 
@@ -156,7 +156,7 @@ def test_falcon_with_slopes_between_powers_of_two_matches_generate(
         slopes = torch.tensor(llm.engine.s_model.layout.layers[0].alibi_slopes)
 
     def unrounded(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        positions = build_alibi_tensor(mask, 1, torch.float32) * 2**8  # of one head, whose slope is 2 ** -8
+        positions = build_alibi_tensor(mask, 1, torch.float32) * 2**8  # The one head has a slope of 2 ** -8.
         return (slopes * math.sqrt(192 // 12))[:, None, None] * positions
 
     assert unrounded(torch.ones(1, 9), 12, torch.float32)[8, 0, 8] == float(torch.tensor(2**-0.5).bfloat16()) * 8
@@ -174,7 +174,7 @@ def test_falcon_with_slopes_between_powers_of_two_matches_generate(
     ],
 )
 def test_other_adapters_match_generate(name: str, tmp_path: Path) -> None:
-    """Two prompts, one past GPT-Neo's window, whose chunks attend on the S-worker."""
+    """One of two prompts is longer than GPT-Neo's window, and its chunks attend on the S-worker."""
     model = model_zoo.randomised(transformers.AutoModelForCausalLM.from_config(tiny_config(name)), 0.15)
     model.save_pretrained(tmp_path)
     prompts = [prompt[:100] for prompt in model_zoo.prompts("llama-gqa")[2:4]]

@@ -1,4 +1,4 @@
-"""Weights that stay packed: formats answer as the same weights unpacked, and no adapter looks at a layer's weight."""
+"""Weights that stay packed answer as unpacked ones, and no adapter reads a layer's weight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = tiny_hybrids.random_prompts((40, 1, 23))
 
 
 def float8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """compressed-tensors' "float-quantized": FP8 with a scale per output."""
+    """Return compressed-tensors' "float-quantized" form: FP8 with a scale per output."""
     scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16().float()
     numbers = (weight / scales).to(torch.float8_e4m3fn)
     return {name: numbers, name + "_scale": scales}, numbers.float() * scales
@@ -52,7 +52,7 @@ def texts(folder: Path, **settings: Any) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KEPT)
 def test_packed_weights_answer_as_those_unpacked(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Six formats: layers unpack the same numbers, so the tokens are the same."""
+    """Layers of six formats unpack the same numbers, so the tokens are the same."""
     plain, packed = saved("fp8" if kind == "fp8" else "int8", tmp_path, "", KEPT[kind])
     method = KEPT[kind][2]["quant_method"]
     wanted = texts(plain)
@@ -72,7 +72,7 @@ def kept_model(folder: Path, method: str) -> Any:
 
 @pytest.mark.slow
 def test_memory_counts_packed_bytes(tmp_path: Path) -> None:
-    """And a model has another digest than one whose packed numbers differ in one place."""
+    """A model whose packed numbers differ in one place has another digest."""
     plain, packed = saved("int8", tmp_path, "", KEPT["awq"])
     model = kept_model(packed, "awq")
     linears = [each for each in model.modules() if isinstance(each, KeptLinear)]
@@ -103,7 +103,7 @@ def forms(folder: Path, device: torch.device = CPU, **settings: Any) -> packing.
 
 
 def test_what_stays_packed_where(tmp_path: Path) -> None:
-    """On a GPU all that can, on the CPU what is asked for; ranks and adapters need plain weights."""
+    """A GPU keeps all that can be packed, and the CPU what is asked for; ranks and adapters need plain weights."""
     plain, packed = saved("int8", tmp_path, "", KEPT["gptq"])
     adapter = {"lora_modules": [f"a={tmp_path}"]}
     assert forms(plain).how == forms(plain, GPU).how == "plain"
@@ -135,7 +135,7 @@ def test_what_cannot_be_asked_for(which: str, device: torch.device, asked: str, 
 
 
 class TestTorchao:
-    """transformers' own quantizer left in place, which torchao has on the CPU too."""
+    """transformers' own quantizer stays in place, which torchao has on the CPU too."""
 
     @pytest.fixture(autouse=True)
     def _torchao(self) -> None:
@@ -143,7 +143,7 @@ class TestTorchao:
 
     @pytest.mark.slow
     def test_a_checkpoint_of_torchao_stays_packed(self, tmp_path: Path) -> None:
-        """Its tokens are those of transformers with the same modules: the products are the same."""
+        """The products are those of transformers with the same modules, so the tokens are equal."""
         import transformers
 
         model_zoo.save_model("llama-gqa", tmp_path / "plain")
@@ -158,7 +158,7 @@ class TestTorchao:
         assert [model_zoo.disagreements(theirs, *pair) for pair in zip(PROMPTS, tokens, strict=True)] == [0] * 3
 
     def test_a_gpu_quantizes_plain_weights(self, tmp_path: Path) -> None:
-        """As it does by `--quantization int8`, here on the CPU: logits differ by the format's error."""
+        """`--quantization int8`, here on the CPU, changes logits by no more than the format's error."""
         model = model_zoo.build_model("llama-gqa")
         ids = torch.tensor([PROMPTS[0]])
         with torch.inference_mode():
@@ -191,7 +191,7 @@ BLIND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLIND)
 def test_adapters_look_at_no_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers without an attribute ``weight``, as packed ones are, answer as the plain ones do."""
+    """Linear layers without an attribute ``weight``, as packed ones are, answer as plain ones do."""
     BLIND[name](name).save_pretrained(tmp_path)
     wanted = texts(tmp_path)
     own, hidden = loader.gguf.unpacked, []
@@ -199,7 +199,8 @@ def test_adapters_look_at_no_weights(name: str, tmp_path: Path, monkeypatch: pyt
     def hide(model: Any) -> Any:
         for module in list(model.modules()):
             for child, each in list(module.named_children()):
-                if isinstance(each, torch.nn.Linear) and child != "weights_proj":  # transformers reads its dtype
+                # transformers reads the dtype of this weight.
+                if isinstance(each, torch.nn.Linear) and child != "weights_proj":
                     layer = KeptLinear(each, Layout(lambda own, dtype: own["codes"], {}), {"codes": each.weight})
                     layer.packed_codes = each.weight.data
                     setattr(module, child, layer)

@@ -1,4 +1,4 @@
-"""Packing: which token, position and logits row goes where."""
+"""Packing: the place of each token, position and logits row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prompt(sequence_id: int, worker: int, start: int, count: int, last: bool, at
 
 
 def rows(packed: PackedRows) -> tuple[list[int], list[int]]:
-    """Tokens and positions, after checking their form."""
+    """Return tokens and positions, after checking their form."""
     for ids in (packed.input_ids, packed.position_ids):
         assert ids.dtype == torch.int64 and ids.ndim == 2 and ids.shape[0] == 1
     return packed.input_ids[0].tolist(), packed.position_ids[0].tolist()

@@ -1,4 +1,4 @@
-"""Every command of README and first-steps is run: as it stands, or by the smallest stand-in that WAYS names.
+"""Every command of README and first-steps runs unchanged, or with the smallest changes that WAYS names.
 
 Models and ports are the tests' own (SMALL), and hosts are this one.
 """
@@ -83,7 +83,7 @@ def install(command: str, **_: Any) -> None:
 
 
 def generate(command: str, chat_model: str, **_: Any) -> None:
-    """Run as it stands, on fewer threads and with fewer tokens."""
+    """Run the command on fewer threads and with fewer tokens."""
     words = shlex.split(command.replace("$(fastdecode get-model)", chat_model))
     assert words[0] == "fastdecode"
     asked = re.search(r'"(def [^"]*)"', command)
@@ -96,17 +96,17 @@ def get_model(chat_model: str, **_: Any) -> None:
 
 
 def planned(command: str, capsys: pytest.CaptureFixture[str], **_: Any) -> None:
-    """Run as it stands, in this process."""
+    """Run the command unchanged, in this process."""
     assert main(shlex.split(command)[1:]) == 0
     assert "tokens" in capsys.readouterr().out
 
 
 def plan_of_any(**_: Any) -> None:
-    """The name alone: the commands with flags are run."""
+    """Do nothing: the commands with flags are run."""
 
 
 def doctor(**_: Any) -> None:
-    """Run as it stands; 1 where this machine lacks something."""
+    """Run the command unchanged; the status is 1 where this machine lacks something."""
     run([FASTDECODE, "doctor"], "cores", (0, 1))
 
 
@@ -131,7 +131,7 @@ def curl(command: str, chat_server: RunningServer, **_: Any) -> None:
 
 
 def key(command: str, tmp_path: Path, **_: Any) -> None:
-    """Run as it stands; R-workers accept no key that others can read."""
+    """Run the command unchanged; R-workers accept no key that others can read."""
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
     (made,) = tmp_path.iterdir()
     assert made.stat().st_mode & 0o077 == 0 and made.stat().st_size >= 32
@@ -212,7 +212,7 @@ def test_commands_are_found() -> None:
 
 @pytest.fixture
 def asked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What a way may need, made only if it does."""
+    """Yield the fixtures that a command's function takes, made only for those that take them."""
     found = way(request.node.callspec.params["command"])
     names = inspect.signature(found).parameters if found else ()
     known = ("chat_model", "chat_server", "key_file", "tmp_path", "capsys")
@@ -230,7 +230,7 @@ def test_a_command_runs(command: str, asked: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", on_pages(programs), ids=["README", "first-steps"])
 def test_a_program_runs(program: str, chat_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands, with a model's folder for "…", on fewer threads and with fewer tokens."""
+    """Each program runs with a model's folder for "…", on fewer threads and with fewer tokens."""
     small = "LLM(device='cpu', s_threads=1, r_threads=1, kv_cache_memory='256MiB', max_model_len=256, "
     text = program.replace("…", chat_model).replace("LLM(", small, 1)
     text = re.sub(r"max_tokens=\d+", "max_tokens=4", text)
@@ -240,7 +240,7 @@ def test_a_program_runs(program: str, chat_model: str, capsys: pytest.CaptureFix
 
 
 def test_the_readme_s_table_is_what_plan_says(tmp_path: Path) -> None:
-    """Whoever changes plans writes the new figures into the README's first table."""
+    """A change of plans has to update the README's first table."""
     readme = (ROOT / "README.md").read_text("utf-8")
     card = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x", "--prompt-len", "122880", "--seq-len", "131072"]
     home = planned_json([*card, "--tpot", "400"], tmp_path)

@@ -1,4 +1,4 @@
-"""Files of parked chains: what is read is what was written, or is refused; `fastdecode cache` makes use of them."""
+"""Files of parked chains: what is read is what was written, or is refused; `fastdecode cache` lists them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _write(directory: ParkDirectory, chain: Chain, fingerprint: str = FINGERPRIN
     numbers = np.random.default_rng(chain.name[0])
     for number in range(head.num_pieces):
         writer.append(numbers.integers(0, 256, head.piece_bytes(number), np.uint8))
-    assert not path.exists()  # until it is whole
+    assert not path.exists()  # The file appears only once it is whole.
     writer.finish()
     directory.add(path)
     return path
@@ -60,7 +60,7 @@ def _zero(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
 
 
 def _cross(data: bytes, numbers: np.random.Generator, other: bytes) -> bytes:
-    """The end of another chain of the same length: as a disk that wrote a block to the wrong place."""
+    """Return ``data`` with the end of another chain of the same length, as if a disk wrote a block to a wrong place."""
     at = int(numbers.integers(1, len(data)))
     return data[:at] + other[at:]
 
@@ -74,7 +74,7 @@ WRONGS: list[Callable[[bytes, np.random.Generator, bytes], bytes]] = [_truncate,
 
 
 def test_systems_that_take_no_advice_of_how_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As macOS, which has no fdatasync either."""
+    """macOS has neither such advice nor fdatasync."""
     for name in ("fdatasync", "posix_fadvise"):
         monkeypatch.delattr(os, name)
     chain = _chain(1, 3)
@@ -92,7 +92,7 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path: Path, count: i
     for number in range(count):
         wrong = WRONGS[number % len(WRONGS)](data, numbers, foreign)
         path.write_bytes(wrong)
-        if wrong == foreign:  # whole, but of another name, which its readers look at
+        if wrong == foreign:  # The file is whole but has another name inside, which readers check.
             with ChainReader(path) as reader:
                 assert reader.name == other.name
         elif wrong != data:
@@ -173,7 +173,7 @@ def test_marks_are_the_hashes_at_the_ends_of_pieces(block_size: int) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 31, 32, 33, 64, 100, 255])
 def test_checksums_are_four_crc_32c(num_bytes: int) -> None:
-    """Against bit by bit; by the processor's instruction and by tables."""
+    """The processor's instruction and the tables agree with a computation bit by bit."""
     numbers = np.random.default_rng(num_bytes)
     data, start = numbers.integers(0, 256, num_bytes, np.uint8), numbers.bytes(16)
 

@@ -1,4 +1,4 @@
-"""Parked prefixes of sequences in ranges, with two copies, and of MPI jobs: the tokens are those of ``generate``."""
+"""Parked prefixes of ranges, of two copies and of MPI jobs give the tokens of ``generate``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ POSITIONS = {"max_position_embeddings": 4096}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
 @cache
 def turns() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Prompts of first turns, of second turns, and the answers of the second ones by transformers."""
+    """Return prompts of first turns, of second turns, and transformers' answers of the second ones."""
     rng = random.Random(0)
     first = [[rng.randrange(500) for _ in range(length)] for length in (1300, 700, 90)]
     second = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(first, _generated(first), strict=True)]
@@ -82,7 +82,7 @@ PLACES = [
 
 @pytest.mark.parametrize("places", PLACES, ids=["ranges", "copies", "both"])
 def test_second_turns_go_on_from_disk(folder: Path, tmp_path: Path, places: dict[str, Any]) -> None:
-    """Every full block of the first turns is read back, in as many pieces as it was parked in."""
+    """Every full block of the first turns is read back, in as many pieces as were parked."""
     first, second, answers = turns()
     settings = {**places, "park_dir": str(tmp_path), "park_after": 0.0}
     with make_llm(folder, **settings) as llm:
@@ -110,7 +110,7 @@ def test_chains_of_ranges_are_of_no_use_to_an_engine_that_cuts_elsewhere(folder:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
-    """Three R-workers that listen, with a disk each."""
+    """Yield three R-workers that listen, with a disk each."""
     with ExitStack() as stack:
         flags = [("--park-dir", str(tmp_path / name), "--park-after", "0") for name in "abc"]
         yield [stack.enter_context(r_workers.listening(*each)) for each in flags]
@@ -121,7 +121,7 @@ def three(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
 def test_one_is_killed_while_its_ranges_or_copies_are_read(
     folder: Path, three: list[tuple[Any, str]], places: dict[str, Any]
 ) -> None:
-    """Two copies are read from the other disk; of ranges what is lost is computed again."""
+    """Two copies are read from the other disk, and lost ranges are computed again."""
     first, second, answers = turns()
     settings = {"r_workers": ",".join(address for _, address in three), "kv_cache_memory": None, **places}
     with make_llm(folder, **settings) as llm:
@@ -148,7 +148,7 @@ def test_one_is_killed_while_its_ranges_or_copies_are_read(
 
 @pytest.mark.thorough
 def test_ranks_of_a_job_park_with_flags_of_their_own(folder: Path, tmp_path: Path) -> None:
-    """Two jobs over one folder: the second goes on from what the ranks of the first have parked."""
+    """Two jobs use one folder, and the second goes on from what the first job's ranks have parked."""
     first, second, answers = turns()
     program = textwrap.dedent(f"""
         import json, sys
@@ -175,7 +175,7 @@ def test_ranks_of_a_job_park_with_flags_of_their_own(folder: Path, tmp_path: Pat
 
 
 def test_the_next_range_to_read_is_the_first_that_is_not_cached() -> None:
-    """A text of three ranges, of which the middle one is cached, and of which the last ends in the middle."""
+    """Three ranges of a text are parked on two R-workers, the last one only in part, and are read in order."""
     workers = Workers([400, 400], [1.0, 1.0], Sizes(BLOCK))
     index, ids = PrefixIndex(workers, RANGE), CacheIds()
     kept = Retained(workers, index, ids, Names(False), True)
@@ -184,7 +184,7 @@ def test_the_next_range_to_read_is_the_first_that_is_not_cached() -> None:
     extend_hashes(sequence.block_hashes, sequence.tokens(0, 1300), BLOCK)
     whole, hashes = RANGE // BLOCK, sequence.block_hashes
     parked.chains.add(0, Chain.of(hashes[:whole], BLOCK))
-    assert parked.wanted(sequence) is None  # less than half of it
+    assert parked.wanted(sequence) is None  # Less than half of the text is parked.
     parked.chains.add(1, Chain.of(hashes[whole : 2 * whole], BLOCK))
     parked.chains.add(0, Chain.of(hashes[2 * whole : 2 * whole + 8], BLOCK))
     read = []
@@ -197,4 +197,4 @@ def test_the_next_range_to_read_is_the_first_that_is_not_cached() -> None:
     hits = index.longest(sequence, hashes, kept)
     assert max(hit.num_tokens for hit in hits.values()) == 2 * RANGE + 8 * BLOCK
     origins = [prefix.origin for worker in workers for prefix in worker.prefixes.values()]
-    assert len({0, *origins}) == 4  # none counts as a copy of another
+    assert len({0, *origins}) == 4  # No prefix counts as a copy of another.

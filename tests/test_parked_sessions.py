@@ -1,4 +1,4 @@
-"""Sessions go on from disk after all was started anew, with the same tokens; what cannot be read is computed anew."""
+"""Sessions go on from disk after a restart with the same tokens; what cannot be read is computed again."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.scheduler import SCHEDULES, Scheduler, Sequence
 from fastdecode.scheduler.prefix.index import extend_hashes
 from fastdecode.scheduler.prefix.parked import ParkedChains
+from fastdecode.scheduler.sequence import TokenSequence
 from fastdecode.server.observer import EngineWatch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -29,7 +30,7 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
@@ -53,7 +54,7 @@ def next_turns(prompts: list[list[int]], answers: list[list[int]]) -> list[list[
 
 
 def wait_until_parked(llm: LLM) -> None:
-    """All that is retained is on the disk."""
+    """Wait until all retained prefixes are on the disk."""
     state = llm.engine.scheduler.store
     deadline = time.monotonic() + 60
     while any(not prefix.is_parked for worker in state.workers for prefix in worker.prefixes.values()):
@@ -63,14 +64,14 @@ def wait_until_parked(llm: LLM) -> None:
 
 
 def crash(llm: LLM) -> None:
-    """End it without a chance to park anything."""
+    """End the LLM without a chance to park anything."""
     llm.engine.parking = None
     llm.close()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Two turns of each chat on one engine: the answers, the prompts of the second turns, and their answers."""
+    """Return two turns of each chat on one engine: first answers, second prompts, and second answers."""
     with make_llm(folder, enable_prefix_caching=False) as llm:
         first = run(llm, chats(6))
         following = next_turns(chats(6), first)
@@ -92,20 +93,21 @@ def test_sessions_go_on_after_all_was_started_anew(folder: Path, tmp_path: Path,
         counts = llm.engine.scheduler.store.parked.counts
         assert (counts.num_woken, counts.num_failed) == (6, 0)
         assert counts.num_tokens == sum((len(each) - 4) // BLOCK * BLOCK for each in undisturbed[1])
-        assert llm.engine.scheduler.statistics.prefix_hit_tokens == counts.num_tokens  # they run where they were woken
+        # Sequences run where their prefixes were woken.
+        assert llm.engine.scheduler.statistics.prefix_hit_tokens == counts.num_tokens
         (watch := EngineWatch("m")).attach(llm.engine)
         text = watch.metrics.text().decode()
         assert f'prefix_cache_level_hits_total{{level="disk",model_name="m"}} {counts.num_tokens:.1f}' in text
         assert 'prefix_cache_level_hits_total{level="ram",model_name="m"} 0.0' in text
         assert text.count("fastdecode:r_worker_parked_bytes{") == llm.engine.config.num_r_workers
-        assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # from memory
+        assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # The prefixes come from memory.
         assert_nothing_held(llm.engine)
-        assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # the weights may be others
+        assert run(llm, undisturbed[1]) == undisturbed[2] and counts.num_woken == 6  # The weights may differ.
 
 
 @pytest.mark.slow
 def test_latents_that_r_workers_absorb(tmp_path: Path) -> None:
-    """Their weights are no part of what is parked, nor of what lies in a block."""
+    """The weights that R-workers absorb belong neither to what is parked nor to a block."""
     latent_zoo.build_model("deepseek_v3").save_pretrained(folder := tmp_path / "model")
     settings = {"latent_absorption": "r", "park_dir": str(tmp_path / "parked"), "park_after": 0.0}
     with make_llm(folder, latent_absorption="r", enable_prefix_caching=False) as llm:
@@ -122,7 +124,7 @@ def test_latents_that_r_workers_absorb(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_running", [0, 3, 40])
 def test_a_sequence_starts_on_the_r_worker_that_woke_its_prefix(num_running: int) -> None:
-    """However much the others would cost less: there lie ``num_running`` sequences, and nothing on the other."""
+    """The sequence starts where its prefix lies, beside ``num_running`` others, though the other R-worker is idle."""
     limits = replace(
         AMPLE, num_blocks=(1 << 20,) * 2, bandwidths=(1.0,) * 2, prefix_caching=True, max_num_batched_tokens=1 << 14,
         max_num_seqs=100,
@@ -172,13 +174,13 @@ def test_a_wrong_file_is_computed_again(folder: Path, tmp_path: Path, undisturbe
     with make_llm(folder, **settings) as llm:
         assert run(llm, undisturbed[1]) == undisturbed[2]
         counts = llm.engine.scheduler.store.parked.counts
-        assert (counts.num_woken, counts.num_failed) == (0, 5)  # the sixth was not even listed
+        assert (counts.num_woken, counts.num_failed) == (0, 5)  # The sixth file was not even listed.
         assert_nothing_held(llm.engine)
 
 
 @pytest.mark.slow
 def test_where_room_is_short_prefixes_are_parked_before_they_are_evicted(folder: Path, tmp_path: Path) -> None:
-    """A cache of 30 blocks, and chats that take four times as many: those that reached the disk in time come back."""
+    """Chats take four times the cache of 30 blocks, and those that reached the disk in time come back."""
     prompts = chats(10)
     with make_llm(folder) as llm:
         first = run(llm, prompts)
@@ -194,7 +196,7 @@ def test_where_room_is_short_prefixes_are_parked_before_they_are_evicted(folder:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
-    """Two R-workers that listen, with a disk each."""
+    """Yield two R-workers that listen, with a disk each."""
     flags = [("--park-dir", str(tmp_path / name), "--park-after", "0") for name in "ab"]
     with r_workers.listening(*flags[0]) as first, r_workers.listening(*flags[1]) as second:
         yield [first, second]
@@ -204,8 +206,10 @@ def two(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
 def test_an_r_worker_that_is_lost_with_what_it_parked(
     folder: Path, tmp_path: Path, two: list[tuple[Any, str]], undisturbed: Turns
 ) -> None:
-    """One is killed while sequences wait for what is on its disk: they are computed on the other, and the disk of one
-    that comes back is found again."""
+    """An R-worker is killed while sequences wait for its disk.
+
+    They are computed on the other R-worker, and the disk is found again when the first comes back.
+    """
     spec = ",".join(address for _, address in two)
     llm = make_llm(folder, r_workers=spec, kv_cache_memory=None)
     assert run(llm, chats(6)) == undisturbed[0]
@@ -238,14 +242,13 @@ def test_a_request_that_leaves_while_its_prefix_is_read(folder: Path, tmp_path: 
         while engine.has_unfinished_requests():
             [output] = engine.step() or [None]
         assert output is not None and list(output.outputs[0].token_ids) == undisturbed[2][1]
-        assert engine.scheduler.store.parked.counts.num_woken == 2  # the first came all the same
+        assert engine.scheduler.store.parked.counts.num_woken == 2  # The first sequence was woken all the same.
         assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"park_dir": "x", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"park_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching=False"),
         ({"park_dir": "x", "r_workers": "127.0.0.1:1"}, "park_dir: this process does not start these R-workers"),
         ({"park_after": 5.0}, "park_after: there is no folder to park in"),
@@ -260,8 +263,8 @@ def test_what_is_not_parked_is_refused(settings: dict[str, Any], message: str) -
 
 
 def test_the_longest_beginning_is_found() -> None:
-    """Against a look at every chain, of texts over three words that begin alike in all ways."""
-    draw, kept = random.Random(1), ParkedChains()
+    """The search agrees with a look at every chain, for texts of three words that begin alike in all ways."""
+    draw, kept = random.Random(1), ParkedChains(BLOCK, whole=False)
     naive: dict[tuple[int, bytes], list[bytes]] = {}
     for _ in range(300):
         hashes: list[bytes] = []
@@ -276,7 +279,7 @@ def test_the_longest_beginning_is_found() -> None:
              and (shared % 32 == 0 or shared == len(held))),
             default=0,
         )  # fmt: skip
-        found = kept.longest(hashes, asked)
+        found = kept.longest(TokenSequence(0, [*tokens, 0], 1, num_prefill=len(tokens) + 1), hashes, 0, asked)
         assert (found.num_blocks if found else 0) >= deepest - 31 and (found is None or found.worker in asked)
         if found:
             held = naive[found.worker, found.chain.name]

@@ -1,4 +1,4 @@
-"""R-workers park sequences and wake them, byte for byte, also in another process; what was changed they refuse."""
+"""R-workers park sequences and wake them byte for byte, also in another process, and refuse changed files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
 
 LAYOUT = KVLayout((Dense(4, 2, 8, 16, 0.3), Dense(4, 4, 16, 8, 0.3)), "float32", "int8")
-NUM_BLOCKS, BLOCK_SIZE = 85, 16  # two whole pieces of 512 tokens, and 336
+NUM_BLOCKS, BLOCK_SIZE = 85, 16  # The blocks are two whole pieces of 512 tokens, and one of 336.
 SIZE = RWorkerSize(1 << 20, 1)
 HASHES = [number.to_bytes(16, "big") for number in range(1, 1 + NUM_BLOCKS)]
 CHAIN = Chain.of(HASHES, BLOCK_SIZE)
@@ -50,7 +50,7 @@ Make = Callable[[], PoolBackend]
 
 @pytest.fixture(params=["inproc", "spawn", "tcp"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes an open backend of one R-worker that parks in ``tmp_path``: with another process each time."""
+    """Return a function that opens a backend of one R-worker that parks in ``tmp_path``, each in a new process."""
     place = ParkPlace(tmp_path, None, 0.0)
     with ExitStack() as stack:
 
@@ -72,7 +72,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
 
 def _fill(backend: PoolBackend, sequence_id: int, num_blocks: int = NUM_BLOCKS) -> bytes:
-    """A sequence of drawn numbers; its bytes."""
+    """Fill a sequence with drawn numbers, and return its bytes."""
     num_tokens = num_blocks * BLOCK_SIZE
     plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(sequence_id, 0, num_tokens, 0)], SPAN),))
     backend.begin_step(StepPlan((plan,)))
@@ -120,16 +120,17 @@ def test_what_was_parked_wakes_byte_for_byte_in_another_process(make: Make, tmp_
         length = len(data) // NUM_BLOCKS * num_blocks
         woken = backend.export(0, sequence_id)
         assert woken.nbytes == length and (num_blocks < NUM_BLOCKS or woken.tobytes() == data)
-    assert _ended(lambda: parks.wake(0, -3, 33, CHAIN.name)).progress is Progress.FAILED  # within a piece
+    # The position lies within a piece.
+    assert _ended(lambda: parks.wake(0, -3, 33, CHAIN.name)).progress is Progress.FAILED
     assert _ended(lambda: parks.wake(0, -3, NUM_BLOCKS, HASHES[0])).progress is Progress.FAILED
-    assert _ended(lambda: parks.park(0, 99, CHAIN)).progress is Progress.FAILED  # no such sequence
-    assert _fill(backend, 8, 2)  # and all goes on
+    assert _ended(lambda: parks.park(0, 99, CHAIN)).progress is Progress.FAILED  # There is no such sequence.
+    assert _fill(backend, 8, 2)  # The R-worker goes on.
 
 
 def test_what_the_system_has_not_in_memory_is_fetched_by_the_thread_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece while the one before is read: none twice, and each before it is read."""
+    """The disk's thread fetches a piece while the one before is read, none twice, each before it is read."""
     fetched: list[int] = []
     fetch = ChainReader.fetch
     monkeypatch.setattr(ChainReader, "is_cached", lambda self, number: number == 1)
@@ -145,7 +146,7 @@ def test_what_the_system_has_not_in_memory_is_fetched_by_the_thread_of_the_disk(
 
 
 def test_memory_of_the_next_blocks_is_committed_while_nothing_else_is_to_be_done() -> None:
-    """As many as asked for beyond those in use, an eighth of the cache at most, once each."""
+    """Blocks beyond those in use are committed once each: as many as asked for, but at most an eighth of the cache."""
     worker = FakeWorker()
     with ThreadPoolExecutor(1) as threads:
         room = Room(worker, threads)  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def test_memory_of_the_next_blocks_is_committed_while_nothing_else_is_to_be_done
 
 
 class FakeWorker:
-    """Of 800 blocks; notes those that are committed."""
+    """An R-worker of 800 blocks that notes which are committed."""
 
     num_blocks, block_bytes = 800, 100_000
     blocks_touched = 0
@@ -218,16 +219,19 @@ def test_what_is_superseded_or_too_much_goes(tmp_path: Path) -> None:
     longer = Chain.of(HASHES[20 : 20 + 41], BLOCK_SIZE)
     _ended(lambda: parks.park(0, 7, longer, [third.name]))
     assert parks.chains(0, "model") == [second, longer]
-    assert parks.park(0, 7, CHAIN).progress is Progress.FAILED  # more than the folder may ever have
+    # The sequence has more bytes than the folder may ever hold.
+    assert parks.park(0, 7, CHAIN).progress is Progress.FAILED
     parks.park(0, 7, third)
-    backend.close()  # while one is under way
+    backend.close()  # The backend closes while a transfer is under way.
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_an_r_worker_without_a_disk_says_so() -> None:
     backend = InprocBackend([SIZE], BLOCK_SIZE)
     assert backend.open(LAYOUT)[0].park_after is None
-    with pytest.raises(BackendError, match="R-worker inproc-0 refused to park a sequence: it has no disk to park on"):
+    with pytest.raises(
+        BackendError, match="R-worker inproc-0 refused to park a sequence: the R-worker has no disk to park on"
+    ):
         PoolParks(backend).chains(0, "model")
     backend.close()
 
@@ -243,7 +247,7 @@ MESSAGES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_messages_are_read_whole_or_refused(kind: str) -> None:
-    """What was said is read; any beginning of it, more than it, and other numbers in it are refused or read as such."""
+    """Messages are read back; beginnings of one and longer ones are refused, and other numbers are read or refused."""
     data, decode = MESSAGES[kind]
     said = {"PARKING": "model", "PARK": (2, 7, CHAIN, tuple(HASHES[:2]))}
     said |= {"WAKE": (2, 7, 3, HASHES[0]), "PARKED": Parked(Progress.FAILED, 3, 4, tuple(HASHES[:2]))}
@@ -258,7 +262,7 @@ def test_messages_are_read_whole_or_refused(kind: str) -> None:
 
 
 def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
-    """Before PARKING, of a wrong length, and to one without a disk: the session goes on."""
+    """Frames before PARKING, of a wrong length, or for one without a disk are refused, and the session goes on."""
     for park in (ParkPlace(tmp_path, None, 0.0), None):
         backend = SpawnBackend([SIZE], BLOCK_SIZE, park=park)
         backend.open(LAYOUT)

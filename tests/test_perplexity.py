@@ -25,19 +25,19 @@ TEXT = (DEMO_MODEL / "heldout.txt").read_text(encoding="utf-8")[:3000]
 
 @pytest.fixture(scope="module")
 def engine() -> LLMEngine:
-    """The demo model over one R-worker."""
+    """Return an engine with the demo model and one R-worker."""
     return LLMEngine(EngineConfig(max_model_len=600, kv_cache_memory="64MiB", s_threads=1))
 
 
 def test_windows_predict_every_token_once() -> None:
-    """Neighbours share one token."""
+    """Neighbouring windows share one token."""
     assert cut(list(range(7)), 3) == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
     assert cut(list(range(6)), 3) == [[0, 1, 2], [2, 3, 4], [4, 5]]
     assert cut([1], 3) == []
 
 
 def test_scores_are_transformers_log_probabilities(engine: LLMEngine) -> None:
-    """The same text, one forward of the plain model; nothing stays in the cache."""
+    """The text's scores equal one forward of the plain model, and nothing stays in the cache."""
     assert engine.s_model.tokenizer is not None
     ids = engine.s_model.tokenizer.encode(TEXT)[:500]
     model = AutoModelForCausalLM.from_pretrained(Path(DEMO_MODEL), dtype=torch.float32)
@@ -49,7 +49,7 @@ def test_scores_are_transformers_log_probabilities(engine: LLMEngine) -> None:
 
 
 def test_an_idle_engine_scores_though_its_cache_is_full_of_prefixes() -> None:
-    """Sixteen blocks, all of them retained."""
+    """All sixteen blocks hold retained prefixes."""
     config = EngineConfig(DEMO_MODEL, device="cpu", dtype="float32", max_model_len=256, kv_cache_memory="1MiB")
     engine = LLMEngine(config)
     try:
@@ -67,7 +67,7 @@ def test_an_idle_engine_scores_though_its_cache_is_full_of_prefixes() -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_mean(engine: LLMEngine) -> None:
-    """Far below a uniform guess, and consistent with its bits per byte."""
+    """The perplexity is far below a uniform guess's, and agrees with its bits per byte."""
     found = measure_perplexity(engine, TEXT, 512)
     assert found.num_tokens == len(TEXT.encode())
     assert 1.5 < found.perplexity < 8
@@ -75,7 +75,7 @@ def test_perplexity_is_the_exponential_of_the_mean(engine: LLMEngine) -> None:
 
 
 def test_a_busy_engine_does_not_score(engine: LLMEngine) -> None:
-    """One clear error, and the running request goes on."""
+    """The error is clear, and the running request goes on."""
     engine.add_request("a", "def f():", SamplingParams(max_tokens=2))
     with pytest.raises(RequestError, match="idle engine"):
         engine.score([1, 2, 3])
@@ -84,7 +84,7 @@ def test_a_busy_engine_does_not_score(engine: LLMEngine) -> None:
 
 
 def test_quantised_caches_stay_close_to_bfloat16() -> None:
-    """int8 within 0.5 %, int4 within 1 %; and they generate."""
+    """int8 is within 0.5 % and int4 within 1 % of bfloat16, and both generate."""
     found = {}
     for kv_dtype in ("bfloat16", "int8", "int4"):
         settings = {"max_model_len": 1024, "kv_cache_memory": "64MiB", "s_threads": 1, "kv_cache_dtype": kv_dtype}

@@ -1,4 +1,4 @@
-"""Index layers over sequences in ranges: what is picked is what one R-worker picks that holds all of a sequence."""
+"""Index layers over ranges pick what one R-worker that holds the whole sequence picks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
 
 
 class Both:
-    """A pool that holds a sequence as a whole and in ranges; ``places``: R-workers of the ranges and of the tail."""
+    """A pool that holds a sequence as a whole and in ranges; ``places`` are R-workers of ranges and of the tail."""
 
     def __init__(self, layers: tuple[Layer, ...], places: list[int], ties: bool = False) -> None:
         self.layers, self.places, self.ties = layers, places, ties
@@ -44,7 +44,7 @@ class Both:
             self.step(RANGE if index < NUM_CLOSED else TAIL, attends=False)
 
     def step(self, count: int, attends: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The next tokens of both, random ones: o of the whole sequence and of that in ranges, of each layer."""
+        """Run random next tokens of both; return o of each layer, of the whole sequence and of the ranges."""
         tail = min(self.length // RANGE, NUM_CLOSED)
         reads = tuple((self.places[i], 100 + i, i * RANGE) for i in range(tail)) if attends else ()
         tokens = [0] * count
@@ -71,7 +71,7 @@ class Both:
         return found
 
     def rows(self, count: int, heads: int, dim: int, number: int) -> np.ndarray:
-        """Random rows; with ``ties``, of an index layer, numbers of which many scores are equal."""
+        """Return random rows; with ``ties``, an index layer's numbers give many equal scores."""
         if self.ties and self.layers[number].ranks_tokens:
             return self.rng.integers(0, 2, (count, heads, dim)).astype(np.float32)
         return self.rng.standard_normal((count, heads, dim), np.float32)
@@ -80,7 +80,7 @@ class Both:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranges_pick_what_the_whole_picks(kind: str, ties: bool) -> None:
-    """Only the order in which what was picked is summed differs, and the same ranges give the same bits anywhere."""
+    """Only the order of the sums over picked tokens differs, and the same ranges give the same bits anywhere."""
     answers = []
     for places in ([0, 0, 0, 0], [0, 1, 2, 1]):
         both = Both(KINDS[kind], places, ties)
@@ -94,7 +94,7 @@ def test_ranges_pick_what_the_whole_picks(kind: str, ties: bool) -> None:
 
 @pytest.mark.parametrize("call", ["submit", "share"])
 def test_a_lost_range_leaves_the_others_going(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows read zeros; the whole sequence's are as ever."""
+    """The rows of the lost range read zeros, and those of the whole sequence are unchanged."""
     both = Both(KINDS["tokens"], [0, 1, 2, 0])
 
     def lose(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline: who runs when, what happens when a layer fails, where the time goes, and what comes out."""
+"""The pipeline: the order of mini-batches, failures of a layer, measured times, and outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny() -> Tiny:
 
 
 def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[MiniBatchForward]:
-    """One decoding sequence in each mini-batch."""
+    """Return one decoding sequence's forward for each mini-batch."""
     cpu, scratch = torch.device("cpu"), PromptScratch(tiny.layout)
     return [
         MiniBatchForward(i, pack(MiniBatch.of([Chunk(i, 0, 5, (i + 1,))]), cpu), tiny.code, backend, scratch)
@@ -43,7 +43,7 @@ def forwards_of(tiny: Tiny, backend: Recorder, num_mini_batches: int) -> list[Mi
 
 
 def run_order(tiny: Tiny, backend: Recorder, num_mini_batches: int, overlap: bool = True) -> str:
-    """Every submit in order."""
+    """Return every submit in order."""
     forwards = forwards_of(tiny, backend, num_mini_batches)
     with torch.inference_mode():
         logits = Pipeline(backend, StateClock()).run(forwards, overlap)
@@ -52,7 +52,7 @@ def run_order(tiny: Tiny, backend: Recorder, num_mini_batches: int, overlap: boo
 
 
 NEVER = 10**9
-"""Polls of a result that is only there when it is waited for."""
+"""So many polls that a result is there only when it is waited for."""
 
 
 @pytest.mark.parametrize("polls", [{}, {0: NEVER, 1: NEVER}, {0: 1, 1: 1}], ids=["at once", "late", "one poll late"])
@@ -74,12 +74,12 @@ def test_one_mini_batch(tiny: Tiny) -> None:
 
 
 def test_the_one_that_is_ready_goes_first(tiny: Tiny) -> None:
-    """B's results are there at once, A's only when waited for: B runs to its end, then A."""
+    """B's results are there at once and A's only when waited for, so B runs to its end before A."""
     assert run_order(tiny, Recorder(polls={0: NEVER}), 2) == "A0 B0 B1 B2 A1 A2"
 
 
 def test_of_several_ready_ones_the_longest_paused_goes_first(tiny: Tiny) -> None:
-    """A is ready only when asked again: B goes first then, and A before C."""
+    """A is ready only when asked again, so B goes first then, and A before C."""
     assert run_order(tiny, Recorder(polls={0: 1}), 3) == "A0 B0 C0 B1 A1 C1 B2 C2 A2"
 
 
@@ -105,7 +105,7 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
 
 
 def test_results_at_once_are_not_waited_for(tiny: Tiny) -> None:
-    """Each is asked for once and is there: the pipeline has nothing else to wait for."""
+    """Each result is asked for once, since the pipeline has nothing else to wait for."""
     clock, backend = StateClock(), Recorder()
     with torch.inference_mode():
         Pipeline(backend, clock).run(forwards_of(tiny, backend, 2))
@@ -124,7 +124,7 @@ def test_prompts_in_chunks_and_decodes_equal_the_plain_model(tiny: Tiny, num_min
 
 
 def test_constant_values_come_out_as_they_are(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values that are c whatever the token make every attention output c, wherever it was computed."""
+    """Constant values make every attention output the same constant, wherever it was computed."""
     seen: list[torch.Tensor] = []
     hooks = []
     saved = {name: parameter.clone() for name, parameter in tiny.model.named_parameters()}

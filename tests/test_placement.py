@@ -1,4 +1,4 @@
-"""Where newcomers go, against every other choice there was: step by step, and over all assignments of a small crowd."""
+"""The placement of new sequences, against every other choice and against all assignments of a few."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AMPLE_ROOM = 10**9
 
 
 def loads_over_time(sizes: Sizes, workers: tuple[int, ...], num_workers: int) -> np.ndarray:
-    """One step after the other: sequences of (prompt, decode steps), all of whose prompts are computed in step 0."""
+    """Return loads step by step of sequences (prompt, decode steps), whose prompts are all computed in step 0."""
     loads = np.zeros((num_workers, 1 + max(steps for _, steps in sizes)))
     for (prompt_len, steps), worker in zip(sizes, workers, strict=True):
         for step in range(1, steps + 1):
@@ -35,7 +35,7 @@ def loads_over_time(sizes: Sizes, workers: tuple[int, ...], num_workers: int) ->
 @given(SIZES, st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=4))
 @settings(max_examples=examples(300))
 def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, speeds: list[float]) -> None:
-    """Cost differences are those of Σ speed · time² over all R-workers and steps, counted step by step."""
+    """Differences of cost equal those of Σ speed · time² over all R-workers and steps, counted step by step."""
     relative = np.array(speeds)
     forecast = LoadForecast(EMPTY, EMPTY, EMPTY, len(speeds), AMPLE_ROOM)
     placed: tuple[int, ...] = ()
@@ -58,8 +58,10 @@ def test_a_newcomer_goes_where_the_sum_of_squares_grows_least(sizes: Sizes, spee
 @given(SIZES)
 @settings(max_examples=examples(200))
 def test_a_crowd_lies_nearly_as_evenly_as_it_can(sizes: Sizes) -> None:
-    """Against all assignments to two R-workers that know the whole crowd beforehand: the busiest one's time, summed
-    over the steps, is at most half as long again, whatever comes; and all promises hold in every step."""
+    """The busiest R-worker's time, summed over steps, is at most half as long again as the best assignment's.
+
+    The best of all assignments to two R-workers knows all sequences beforehand. All guarantees hold in every step.
+    """
     jobs = [Job([1] * prompt_len, steps + 1, [steps + 1]) for prompt_len, steps in sizes]
     limits = AMPLE.__class__(**{**vars(AMPLE), "num_blocks": (999, 999), "bandwidths": (1.0, 1.0)})
     run = Run("fcfs", limits, jobs)
@@ -70,7 +72,7 @@ def test_a_crowd_lies_nearly_as_evenly_as_it_can(sizes: Sizes) -> None:
 
 
 def test_many_newcomers_lie_as_evenly_as_one_can_wish() -> None:
-    """200 of mixed lengths over four: the busiest is within 6 % of the mean while they come."""
+    """With 200 sequences of mixed lengths on four R-workers the busiest is within 6 % of the mean while they come."""
     rng = np.random.default_rng(3)
     jobs = [Job([1] * int(rng.integers(1, 30)), 90, [int(rng.integers(10, 90))]) for _ in range(600)]
     for job in jobs:
@@ -85,7 +87,7 @@ def test_many_newcomers_lie_as_evenly_as_one_can_wish() -> None:
 
 
 def test_hits_and_memory_are_costs_too() -> None:
-    """A prefix is worth the rows it saves, spread over the newcomer's steps; too little memory costs them."""
+    """A prefix is worth the rows that it saves, spread over the sequence's steps, and a lack of memory costs them."""
     forecast = LoadForecast(EMPTY, EMPTY, EMPTY, 2, AMPLE_ROOM)
     forecast.add(Newcomer(0, 100, 100, 50))
     prompt, ample = Newcomer(0, 64, 64, 20), np.array([AMPLE_ROOM, AMPLE_ROOM])
@@ -101,7 +103,7 @@ def test_hits_and_memory_are_costs_too() -> None:
 
 @pytest.mark.parametrize("schedule", thinned(["stall-free", "sls", "fcfs"], 3))
 def test_twice_the_memory_needed_is_enough(schedule: str) -> None:
-    """Eight R-workers that together hold twice what all seats take at full length: nothing is preempted."""
+    """Eight R-workers hold twice what all seats take at full length, and no sequence is preempted."""
     rng = np.random.default_rng(5)
     lengths = [int(rng.integers(12, 108)) for _ in range(400)]
     jobs = [Job([1] * 16, length, [length], number // 8) for number, length in enumerate(lengths)]
@@ -116,9 +118,9 @@ def test_twice_the_memory_needed_is_enough(schedule: str) -> None:
 
 @pytest.mark.parametrize("slowness", [(1.0, 1.0), (3.0, 1.0), (1.0, 7.0)])
 def test_closed_ranges_attend_where_they_even_the_load(slowness: tuple[float, float]) -> None:
-    """Ranges of 16 on both R-workers: each step attends as even as whole ranges allow, whichever R-worker is slow.
+    """Ranges of 16 tokens on two R-workers make each step as even as whole ranges allow, if one is slow too.
 
-    The oracle tries all numbers of ranges on the first R-worker, the tail on either.
+    The oracle tries all numbers of ranges on the first R-worker, and the tail on either.
     """
     limits = replace(
         AMPLE, block_size=4, num_blocks=(999, 999), bandwidths=(1.0, 1.0), placing=Placing(16, 2),

@@ -68,7 +68,8 @@ class JobRanks:
     def __init__(self, job: MpiJob, role: Role) -> None:
         """Exchange roles with all ranks of ``job``; this waits until every rank has joined."""
         self.job = job
-        machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]  # containers differ
+        # the host name distinguishes containers of one machine
+        machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]
         entries = [_ENTRY.unpack(each) for each in job.gather(_ENTRY.pack(role, machine))]
         self.roles = tuple(Role(each) for each, _ in entries)
         self.is_on_one_machine = len({machine for _, machine in entries}) == 1

@@ -57,7 +57,9 @@ class MpiChannel(PartChannel):
 
     def _fill(self, buffer: Any) -> None:
         if not self._peer.wait([self._peer.receive(buffer, _CONTROL_TAG)], MESSAGE_SECONDS):
-            raise ConnectionError(f"a message that it announced did not come within {MESSAGE_SECONDS:g} s")
+            raise ConnectionError(
+                f"the other rank announced a message and did not send it within {MESSAGE_SECONDS:g} s"
+            )
 
 
 class MpiLink(Link):
@@ -95,7 +97,7 @@ class MpiLink(Link):
 
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
         if self._cut:
-            raise ConnectionError("Ctrl-C cut a message to it short")
+            raise ConnectionError("Ctrl-C cut a message short")
         self._peer.send_word(FRAME_FOLLOWS)
         super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
 
@@ -146,11 +148,11 @@ class MpiLink(Link):
         word = self._last_word = self._peer.take_word()
         self._cut = False
         if word in (HANG_UP, OVER):
-            raise ConnectionError("it hung up")
+            raise ConnectionError("the other rank hung up")
         if word == FRAME_FOLLOWS:
             frame = super().receive(MESSAGE_SECONDS)
             if frame is None:
-                raise ConnectionError("it announced a frame and sent none")
+                raise ConnectionError("the other rank announced a frame and sent none")
             return frame
         mini_batch = word >> 32
         self._finish(self._sent.pop(mini_batch, []) + self._expected.pop(mini_batch, []))

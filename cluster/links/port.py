@@ -235,7 +235,7 @@ class Port:
     def _serve(self, peer: PeerChannel) -> None:
         frame = decode(peer.first_header or b"")
         if frame.kind is Kind.CHALLENGE and self._gate is None:
-            raise FrameError(f"it has no key: {BOTH_SIDES}")
+            raise FrameError(f"this side has no key: {BOTH_SIDES}")
         if frame.epoch != self.epoch and (frame.epoch or frame.kind not in self._open_kinds):
             raise FrameError(f"a {frame.kind.name} frame of another session (epoch {frame.epoch:#x})")
         conversation = self._conversation(peer.identity) if frame.epoch else Conversation(peer)

@@ -54,7 +54,7 @@ def _diagnose(address: str) -> str:
         with socket.create_connection(split_address("r_workers", address), GREETING_SECONDS) as probe:
             greeting = probe.recv(greeting_bytes, socket.MSG_WAITALL)
     except TimeoutError:
-        return "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"
+        return "the address accepts connections and sends nothing: no R-worker listens there, or its process hangs"
     except OSError:
         return ""
     if len(greeting) == greeting_bytes and (greeting[0], greeting[-1]) == (0xFF, 0x7F):

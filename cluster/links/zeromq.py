@@ -83,7 +83,7 @@ class ZmqChannel(ZmqSocket):
             except zmq.Again:  # the queue is full, or the other side has refused us, so there is no queue
                 self.look_at_connection()
             if time.monotonic() > deadline:
-                raise ConnectionError("it takes no more messages")
+                raise ConnectionError("the peer reads no more messages")
             self.poll(retry_seconds)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
@@ -191,7 +191,7 @@ class ZmqListener(ZmqSocket):
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)
         except zmq.Again:
             if waits:
-                raise ConnectionError("it takes no more messages") from None
+                raise ConnectionError("the peer reads no more messages") from None
         except zmq.ZMQError as error:
             raise ConnectionError(error.strerror) from None
 

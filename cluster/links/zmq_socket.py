@@ -128,7 +128,7 @@ class Beats:
         """
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
-        self._socket = socket  # pyzmq closes it once nothing refers to it
+        self._socket = socket  # pyzmq closes the socket once nothing refers to it
         socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0
         send_heartbeats(socket, PATIENCE_SECONDS, patience_seconds)
         if secret is not None:

@@ -19,6 +19,7 @@ from fastdecode.core.errors import (
     BackendError,
     BusyError,
     CapacityError,
+    DamagedError,
     FrameError,
     SupersededError,
     WorkerLostError,
@@ -89,11 +90,11 @@ class Calls:
             frame = self.spin.until(lambda: self.next(0.0, discard)) if spins else None
             frame = frame or self.next(TICK_SECONDS, discard)
             if frame is None and time.monotonic() > deadline:
-                raise self.lose(f"it did not answer within {most_seconds:g} s")
+                raise self.lose(f"no answer came within {most_seconds:g} s")
             if frame is not None and frame.kind is kind:
                 return frame
             if frame is not None and not discard:
-                raise self.lose(f"it sent a {frame.kind.name} frame in place of {kind.name}")
+                raise self.lose(f"a {frame.kind.name} frame came in place of {kind.name}")
 
     def next(self, timeout_seconds: float, discard: bool = False) -> Frame | None:
         with self.losses as link:
@@ -102,8 +103,8 @@ class Calls:
             with self.losses:
                 error, message = decode_refusal(self.body(frame, MAX_JSON_BYTES))
             refusal = _refusal(self.name, error, message)
-            if isinstance(refusal, SupersededError):
-                self.lost = str(refusal)  # the R-worker has ended the session
+            if isinstance(refusal, SupersededError | DamagedError):
+                self.lost = str(refusal)  # no answer of this R-worker counts any more
             if self.lost or not discard:
                 raise refusal
         return frame
@@ -128,9 +129,9 @@ class Calls:
         try:
             (number,) = form.unpack(self.body(frame, form.size))
         except struct.error:
-            raise self.lose(f"it sent a {frame.kind.name} frame of {frame.lengths[0]} bytes") from None
+            raise self.lose(f"a {frame.kind.name} frame of {frame.lengths[0]} bytes came") from None
         if not math.isfinite(number):
-            raise self.lose(f"it sent a {frame.kind.name} frame with {number}")
+            raise self.lose(f"a {frame.kind.name} frame came with {number}")
         return number
 
     def lose(self, reason: str) -> WorkerLostError:
@@ -171,6 +172,8 @@ def _refusal(name: str, error: str, message: str) -> Exception:
         return BusyError(f"R-worker {name} refused: {message}")
     if error == "superseded":
         return SupersededError(f"R-worker {name}: {message}")
+    if error == "damaged":
+        return DamagedError(f"R-worker {name}: {message}")
     if error == "refused":
         return ValueError(message)
     return BackendError(f"R-worker {name} refused: {message}")

@@ -13,10 +13,12 @@ from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.r_worker.audits import audited, check_memory
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.machine import host_id
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
@@ -62,12 +64,13 @@ class InprocWorker(PoolWorker):
         self._in_step = False
 
     def open(self, layout: KVLayout) -> None:
+        self._layout = layout
         self._worker = make_rworker(layout, self._block_size, self._size)
         for layer, first, rows in layout.weight_parts():
             self._worker.set_weights(layer, first, rows)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
-        if self._park and not layout.cannot("parking"):
+        if self._park:
             self._parker = Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:
@@ -110,6 +113,10 @@ class InprocWorker(PoolWorker):
         found = weigh(self._open, asked)
         return lambda: found
 
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        found = audited(self._open, self._layout, asked)
+        return lambda: found
+
     def ended(self) -> WorkerReport:
         report = end_step(self._open)
         self._in_step = False
@@ -122,6 +129,7 @@ class InprocWorker(PoolWorker):
             self._open.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        check_memory(self._open, sequence_id, -1)
         return self._open.export(sequence_id, start, num_tokens)
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:

@@ -69,7 +69,7 @@ class JoinListener:
             try:
                 frame = conversation.receive(0.0)
                 if frame is None or frame.kind is not Kind.JOIN:
-                    raise FrameError("it sent another message than JOIN")
+                    raise FrameError("a message came that is no JOIN")
                 self._connect_to(*decode_join(conversation.body(frame, most_join_bytes)), self._layout)
             except FrameError as error:
                 self._log_once(str(error))
@@ -110,7 +110,7 @@ class JoinListener:
         if address in self._known or not self.attempts.may_try(address):
             return
         if not self._listener.is_guarded and not is_loopback(split_address("JOIN", address)[0]):
-            raise FrameError(f"it listens at {address}, beyond this machine, and this pool has no key file")
+            raise FrameError(f"the R-worker listens at {address}, beyond this machine, and this pool has no key file")
         if role == PREFILL_WORKER:
             if self.invite_prefill_worker is None:
                 raise FrameError(f"{address} is a prefill worker, and this job was started without --prefill-workers")

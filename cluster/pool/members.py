@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fastdecode.cluster.pool.audit import Audit
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
 from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
-from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
+from fastdecode.cluster.pool.worker import Joined, LostWorker, PoolWorker
 from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
-if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+if TYPE_CHECKING:  # most pools have no listener, and so need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 
@@ -43,6 +44,9 @@ class PoolMembers:
         self._keeper: StateKeeper | None = None
         self._parts: LayerParts | None = None
         self._blocks: dict[int, tuple[int, int]] = {}
+        self.audit = Audit()
+        self._hosts: dict[str, str] = {}
+        self._excluded: set[str] = set()
         self._step_shape = (0, 0)
 
     def accept_joins(self, listener: JoinListener) -> None:
@@ -72,9 +76,16 @@ class PoolMembers:
             raise
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
+        self._hosts = {info.name: info.host for info in infos}
         if self._newcomers:
             self._newcomers.open(self._told)
         return infos
+
+    def exclude(self, name: str) -> None:
+        """Let neither the faulty R-worker ``name`` nor another one of its host join again."""
+        self._excluded |= {name, self._hosts.get(name, "") or name}
+        if self._newcomers:
+            self._newcomers.exclude(name)
 
     def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
         """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
@@ -133,16 +144,32 @@ class PoolMembers:
             found += self._newcomers.take(most)
         if not found:
             return {}
-        infos = {}
-        for number, joined in enumerate(found):
-            index = vacant[number] if number < len(vacant) else len(self.workers)
+        infos: dict[int, RWorkerInfo] = {}
+        for joined in found:
+            if not self._may_enter(joined):
+                continue
+            index = vacant[len(infos)] if len(infos) < len(vacant) else len(self.workers)
             worker, info = self._with_states(joined.worker, joined.info)
             self.workers[index : index + 1] = [worker]
             self._blocks[index] = (info.num_blocks,) * 2
             self.joined.append(info.name)
+            self._hosts[info.name] = info.host
             infos[index] = info
         self._arithmetic.add(list(infos.values()))
         return infos
+
+    def _may_enter(self, joined: Joined) -> bool:
+        """Return whether ``joined`` may enter the pool; else end its session, and let it not ask again."""
+        name, host = joined.info.name, joined.info.host
+        is_excluded = bool(self._excluded & {name, host})
+        if is_excluded:
+            logger.error("R-worker %s may not join: an audit found its host at fault", name)
+        if not is_excluded and self.audit.admits(joined):
+            return True
+        joined.worker.close()
+        if self._newcomers:
+            self._newcomers.exclude(name)
+        return False
 
     def dismiss(self, worker: int) -> None:
         name = self._replace(worker)
@@ -172,6 +199,7 @@ class PoolMembers:
                 each.close()
         for worker in self.workers:
             worker.close()
+        self.audit.close()
         self.workers = []
 
     @property

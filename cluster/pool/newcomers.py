@@ -12,7 +12,7 @@ from fastdecode.cluster.pool.worker import Joined
 from fastdecode.core.errors import FastDecodeError, SupersededError
 from fastdecode.kinds.layout import KVLayout
 
-if TYPE_CHECKING:  # most pools have none, and need no ZeroMQ
+if TYPE_CHECKING:  # most pools have no listener, and so need no ZeroMQ
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.pool.remote import RemoteWorker
 
@@ -62,7 +62,7 @@ class Returns:
                 return
             except FastDecodeError as error:
                 worker.close()
-                logger.debug("has not come back yet: %s", error)
+                logger.debug("a lost R-worker has not come back yet: %s", error)
                 continue
             self._returned.put(joined)
             if self._is_closed.is_set():
@@ -113,6 +113,10 @@ class Newcomers:
         self.forget(name)
         if not has_asked:
             self._listener.dismissed(name)
+
+    def exclude(self, name: str) -> None:
+        """Ignore the R-worker ``name`` from now on, while it keeps asking to join."""
+        self._listener.dismissed(name)
 
     def close(self) -> None:
         """Close the listener and the waiting R-workers; may be called twice."""

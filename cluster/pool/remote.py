@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.pool.audit import audit_by
 from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
 from fastdecode.cluster.pool.disks import Disk, RemoteDisk
 from fastdecode.cluster.pool.remote_journal import RemoteJournal
@@ -34,6 +35,7 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -108,11 +110,11 @@ class RemoteWorker(PoolWorker):
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
-            raise self.calls.lose("it opened a KV port that was not asked for, or none")
+            raise self.calls.lose("the R-worker opened a KV port that was not asked for, or none")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         if self._lease and self.link and not self._lease.waits:
             self.link.begin_beats()
-        self._send_weights()
+        _send_weights(self.calls, self._layout)
         self._offset_seconds = clock_offset(self.calls.ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)
         self._journal.host = info.host
@@ -136,17 +138,10 @@ class RemoteWorker(PoolWorker):
             time.sleep(retry_seconds)
             self.open(self._layout)
 
-    def _send_weights(self) -> None:
-        """Send the K and V projections of latent layers to the R-worker if it multiplies with them, piece by piece."""
-        for layer, first, rows in self._layout.weight_parts():
-            with self.calls.losses as link:
-                link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
-            self.calls.answer(Kind.READY)
-
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """Adopt the lease's epoch from ``welcome``; return the sequences that the R-worker kept of the last session."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
-            raise self.calls.lose("it serves a named session that was not asked for, or none")
+            raise self.calls.lose("the R-worker serves a named session that was not asked for, or none")
         if self._lease is not None:
             self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
         if not welcome.goes_on:
@@ -197,6 +192,10 @@ class RemoteWorker(PoolWorker):
         return weigh_by(self.calls, self._layout, asked)
 
     @interrupts_deferred()
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        return audit_by(self.calls, self._layout, asked)
+
+    @interrupts_deferred()
     def end_step(self) -> None:
         self.calls.send(Kind.END)
 
@@ -232,13 +231,13 @@ class RemoteWorker(PoolWorker):
         self.calls.send(Kind.EXPORT, EXPORT.pack(sequence_id, start, ALL_TOKENS if num_tokens is None else num_tokens))
         num_bytes = self.calls.number(self.calls.answer(Kind.EXPORTED), NUM_BYTES)
         if not 0 <= num_bytes <= self._room_bytes:
-            raise self.calls.lose(f"it exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
+            raise self.calls.lose(f"the R-worker exports {num_bytes:,} bytes, and its cache holds {self._room_bytes:,}")
         data = np.empty(num_bytes, np.uint8)
         filled = 0
         while filled < data.nbytes:
             frame = self.calls.answer(Kind.DATA)
             if frame.lengths[0] == 0:
-                raise self.calls.lose("it sent an empty DATA frame")
+                raise self.calls.lose("an empty DATA frame came")
             with self.calls.losses as link:
                 link.read_into(data[filled : filled + frame.lengths[0]])
             filled += frame.lengths[0]
@@ -275,8 +274,18 @@ class RemoteWorker(PoolWorker):
             return False
         layer, arrays = self._outputs.get(frame.mini_batch, (-1, ()))
         if frame.kind is not Kind.OUTPUT or layer != frame.layer:
-            raise self.calls.lose(f"it sent a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer}")
+            raise self.calls.lose(
+                f"a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer} came unasked"
+            )
         with self.calls.losses as link:
             link.load(frame, arrays)
         del self._outputs[frame.mini_batch]
         return True
+
+
+def _send_weights(calls: Calls, layout: KVLayout) -> None:
+    """Send the K and V projections of latent layers to an R-worker if it multiplies with them, piece by piece."""
+    for layer, first, rows in layout.weight_parts():
+        with calls.losses as link:
+            link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
+        calls.answer(Kind.READY)

@@ -40,7 +40,7 @@ class RemoteJournal:
         self._calls.owed = None
         num_bytes = self._calls.number(self._calls.answer(Kind.RECORDED, spins=False), NUM_BYTES)
         if num_bytes != self._num_bytes:
-            raise self._calls.lose(f"it has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
+            raise self._calls.lose(f"the R-worker has {num_bytes:,} bytes of a journal of {self._num_bytes:,}")
 
     def recall(self) -> bytes:
         """Return the journal's bytes from the R-worker; empty if it has no journal."""

@@ -136,6 +136,12 @@ class RoutedRows:
             self._taken[key] = np.empty(shape, array.dtype)
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # "clip" writes to ``out`` directly
 
+    def partials_of(self, worker: int) -> np.ndarray:
+        """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
+        if self._spec is None:
+            raise ValueError("no layer was scattered")
+        return self._partials(self._spec)[worker]
+
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
         found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)

@@ -110,7 +110,11 @@ class _SpawnedLink(SharedMemoryLink):
             status = self.process.wait(exit_seconds)
         except subprocess.TimeoutExpired:
             return ""
-        return f"its process was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with {status}"
+        return (
+            f"its process was killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"its process exited with {status}"
+        )
 
 
 def _command(size: RWorkerSize, control: int, memory: int) -> list[str]:

@@ -8,7 +8,7 @@ nothing above the pool distinguishes pairs from R-workers.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from fastdecode.cluster.pool.remote_journal import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, make_rworker
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
@@ -91,8 +92,8 @@ class StateKeeper:
 
 
 def paired_info(info: RWorkerInfo) -> RWorkerInfo:
-    """Return the description of a pair whose R-worker's description is ``info``."""
-    return replace(info, state_blocks=COUNTED_BLOCKS)
+    """Return the description of a pair whose R-worker's description is ``info``. Pairs park no prefixes."""
+    return replace(info, state_blocks=COUNTED_BLOCKS, park_after=None)
 
 
 class StatePair(PoolWorker):
@@ -139,6 +140,9 @@ class StatePair(PoolWorker):
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
         layers = tuple(self._parts.places[layer][1] for layer in asked.layers)
         return self.r_worker.weigh(replace(asked, layers=layers))
+
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        return self.r_worker.audit([replace(each, layer=self._parts.places[each.layer][1]) for each in asked])
 
     def end_step(self) -> None:
         self.r_worker.end_step()

@@ -76,7 +76,7 @@ class TcpBackend(PoolBackend):
         if not self._in_order:
             return super()._open_all(layout)
         found = [info for worker in list(self.workers) for info in self._open_some([worker], layout)]
-        for worker in self.workers:  # an S-worker that waits for its turn has all R-workers now, and closes none
+        for worker in self.workers:
             if isinstance(worker, RemoteWorker) and worker.link:
                 worker.link.begin_beats()
         return found

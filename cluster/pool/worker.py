@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
@@ -71,6 +72,13 @@ class PoolWorker:
         """
         raise NotImplementedError
 
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        """Ask about rows of the open step, after its last layer; return a function that waits for the answers.
+
+        Before the first step, ask without questions: the R-worker then keeps checksums of full blocks.
+        """
+        raise NotImplementedError
+
     def end_step(self) -> None:
         """Ask the R-worker to commit the step; ``ended`` waits for the answer."""
 
@@ -114,10 +122,10 @@ class LostWorker(PoolWorker):
         self._step_shape = step_shape
 
     def open(self, layout: KVLayout) -> None:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def opened(self) -> RWorkerInfo:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def begin_step(self, plan: WorkerPlan) -> None:
         self._step_shape = (len(plan.mini_batches), self._step_shape[1])
@@ -135,10 +143,10 @@ class LostWorker(PoolWorker):
         return WorkerReport(np.zeros(self._step_shape), np.zeros(self._step_shape), 0.0, 0, 0)
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
-        raise ValueError("it is lost")
+        raise ValueError("the R-worker is lost")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class PrefillClient:
             if frame.kind is Kind.REFUSED:
                 raise BackendError(f"prefill worker {self.name} refused: {refusal(link, frame)}")
             if frame.kind is not Kind.WELCOME:
-                raise FrameError(f"it sent a {frame.kind.name} frame in place of WELCOME")
+                raise FrameError(f"a {frame.kind.name} frame came in place of WELCOME")
             self.welcome = decode_prefill_welcome(link.body(frame, MAX_JSON_BYTES))
         except (ConnectionError, FrameError) as error:
             raise BackendError(f"prefill worker {self.name}: {error}") from error

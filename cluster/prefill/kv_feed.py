@@ -147,7 +147,7 @@ class KvFeed:
             if frame is None:
                 self._channel.look_at_connection()
                 if time.monotonic() - self._heard > answer_seconds:
-                    raise ConnectionError(f"it did not answer within {answer_seconds:g} s")
+                    raise ConnectionError(f"no answer came within {answer_seconds:g} s")
                 return False
             self._take(frame)
         except FrameError as error:
@@ -157,17 +157,17 @@ class KvFeed:
 
     def _take(self, frame: Frame) -> None:
         if not self._in_flight:
-            raise FrameError(f"it sent a {frame.kind.name} frame that was not asked for")
+            raise FrameError(f"a {frame.kind.name} frame came that was not asked for")
         piece = self._in_flight.popleft()
         call, expected = piece.call, Kind.STORED if piece.call.kind is Kind.KV else Kind.KV
         if frame.kind is Kind.REFUSED:
             call.refusal = decode_refusal(self._conversation.body(frame, MAX_JSON_BYTES))[1]
         elif frame.kind is not expected:
-            raise FrameError(f"it sent a {frame.kind.name} frame in place of {expected.name}")
+            raise FrameError(f"a {frame.kind.name} frame came in place of {expected.name}")
         elif expected is Kind.KV:
             self._fill(piece, frame)
         elif self._conversation.body(frame, KV_STORED.size) != _stored(piece):
-            raise FrameError("it sent a STORED frame for other rows")
+            raise FrameError("a STORED frame names other rows")
         call.pieces_left -= 1
         if call.pieces_left == 0:
             self._done.append(Stored(call.job_id, call.layer, call.start, call.num_rows, call.refusal))
@@ -175,10 +175,10 @@ class KvFeed:
     def _fill(self, piece: _Piece, frame: Frame) -> None:
         rows = bytearray(KV_ROWS.size)
         if frame.lengths != piece.lengths or frame.layer != piece.call.layer:
-            raise FrameError(f"it sent a KV frame of layer {frame.layer} with parts of {frame.lengths} bytes")
+            raise FrameError(f"a KV frame of layer {frame.layer} came with parts of {frame.lengths} bytes")
         self._conversation.read_into(rows)
         if rows != piece.rows:
-            raise FrameError("it sent a KV frame of other rows")
+            raise FrameError("a KV frame has other rows")
         for array in piece.arrays:
             self._conversation.read_into(array)
 

@@ -167,7 +167,7 @@ class PrefillPool:
     def _send(self, worker: int, kind: Kind, *parts: bytes | np.ndarray) -> None:
         client = self.clients[worker]
         if client is None or client.link is None:
-            self._lose(worker, "it is gone")
+            self._lose(worker, "its connection has closed")
             return
         try:
             client.link.send(kind, *parts)
@@ -217,9 +217,9 @@ class PrefillPool:
         elif frame.kind is Kind.PREFILLED:
             self._part_done(link, frame)
         elif frame.kind is Kind.REFUSED:
-            raise FrameError(f"it refused: {refusal(link, frame)}")
+            raise FrameError(f"the prefill worker refused: {refusal(link, frame)}")
         else:
-            raise FrameError(f"it sent a {frame.kind.name} frame, which the S-worker does not take")
+            raise FrameError(f"a {frame.kind.name} frame, which the S-worker does not take")
 
     def _part_done(self, link: Link, frame: Frame) -> None:
         num_bytes, dtype = self._logits
@@ -270,7 +270,7 @@ class PrefillPool:
         client.close()
         self._found.lost.append(worker)
         if worker < len(self.addresses):
-            self.addresses[worker] = ""  # so that it may join again
+            self.addresses[worker] = ""  # allow the prefill worker to join again
         for job_id, job in list(self._jobs.items()):
             if any(part.worker == worker for part in job.prefill.parts):
                 self._fail(job_id)

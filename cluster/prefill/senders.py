@@ -29,7 +29,7 @@ OnFailure = Callable[[list[int], Place, str, bool], None]
 class Rows:
     """Rows of a layer to send: (k, v), or (stored,) of a prefix. ``start``: the first row's position.
 
-    ``job_id``, here and below: the receiver's number for the rows: the job id, or an R-worker's ticket.
+    ``job_id``: the number by which the receiver knows the rows: the job's id, or an R-worker's ticket.
     """
 
     job_id: int

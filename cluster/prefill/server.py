@@ -147,10 +147,10 @@ class PrefillServer:
     def _open(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         hello = decode_prefill_hello(reader.body(frame, MAX_JSON_BYTES))
         if self._peer is not None and identity != self._peer:
-            port.refuse(identity, "busy", f"it serves another S-worker, {self._serving}")
+            port.refuse(identity, "busy", f"this prefill worker serves another S-worker, {self._serving}")
             return
         if hello.model != self.model.name or hello.max_model_len > self.model.max_model_len:
-            message = f"it has another model, or a --max-model-len below {hello.max_model_len}"
+            message = f"this prefill worker has another model, or a --max-model-len below {hello.max_model_len}"
             port.refuse(identity, "refused", message)
             return
         own = self.model.layout.with_state_dtype(hello.state_dtype)

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.r_worker.audits import check_forks
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.cluster.wire.handshake import Security
@@ -33,6 +34,7 @@ from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
+    from fastdecode.cluster.r_worker.faults import Faults
     from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
@@ -47,7 +49,10 @@ class RWorkerSize:
 
 @dataclass(frozen=True)
 class Host:
-    """An R-worker's resources: memory, threads, read bandwidth, machine, cores, and a disk for parking if any."""
+    """An R-worker's resources: memory, threads, read bandwidth, machine, cores, and a disk for parking if any.
+
+    ``faults``: faults of the host that tests inject.
+    """
 
     size: RWorkerSize
     tuning: Tuning
@@ -55,6 +60,16 @@ class Host:
     host_id: str
     cores: tuple[int, ...]
     park: ParkDirectory | None = None
+    faults: Faults | None = None
+
+    def make(self, layout: KVLayout, block_size: int) -> _rworker.RWorker:
+        """Return a C++ R-worker in this host's memory, with the host's faults: see ``make_rworker``."""
+        worker = make_rworker(layout, block_size, self.size)
+        if self.faults is None:
+            return worker
+        from fastdecode.cluster.r_worker.faults import FaultyRWorker
+
+        return cast(_rworker.RWorker, FaultyRWorker(worker, self.faults, layout.audited_layers))
 
     def close(self) -> None:
         """Release the disk for another R-worker; may be called twice."""
@@ -195,7 +210,11 @@ def block_bytes(layout: KVLayout, block_size: int) -> int:
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
-    """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible."""
+    """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible.
+
+    Raise DamagedError if it would share blocks that differ from their checksums.
+    """
+    check_forks(worker, plan.controls)
     worker.begin_step(_columns(plan.controls), [_columns(spans) for spans in plan.mini_batches])
 
 

@@ -77,11 +77,11 @@ class KvPort:
 
     The thread sleeps while nothing comes, and releases Python's lock while it stores. Close the port before the
     R-worker. ``address``: "host:port" for prefill workers, without the host if it is the one at which the S-worker
-    reaches this R-worker. ``epoch``: what frames to it must carry.
+    reaches this R-worker. ``epoch``: the epoch that frames to the port must carry.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
-        """``host``: where the R-worker listens for S-workers; "" if it does not. The port opens no further than that.
+        """``host``: where the R-worker listens for S-workers; "" if it does not. The port has the same reach.
 
         Raise ValueError without a key if it would be open beyond this machine, OSError if it cannot listen.
         """

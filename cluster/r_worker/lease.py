@@ -24,7 +24,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class LeaseError(Exception):
-    """The S-worker may not be served. ``kind``: as in ``encode_refusal``."""
+    """Raised if an S-worker may not be served. ``kind``: as in ``encode_refusal``."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -34,9 +34,9 @@ class LeaseError(Exception):
 class Lease:
     """The lease of one R-worker, for all S-workers that it serves one after another.
 
-    At most one cache is kept. Its memory is the one that the next cache gets, so it is closed before another is made.
-    ``epoch``: of the served S-worker; 0 if it named no session. ``kept_of``: the fingerprint of the S-worker whose
-    cache it got; "" if none. ``journal``: the session's journal, as S-workers wrote it.
+    At most one cache is kept. It is closed before another cache is made, which gets its memory. ``epoch``: the served
+    S-worker's epoch; 0 if that S-worker named no session. ``kept_of``: the fingerprint of the S-worker whose cache was
+    kept for it; "" if none. ``journal``: the session's journal, as S-workers wrote it.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,9 @@ class Lease:
     def _check(self, asked: AskedLease | None) -> None:
         if self._keeps and (asked is None or asked.session != self._name):
             left = self._until - time.monotonic()
-            raise LeaseError("busy", f"it keeps the caches of session {self._name}, for {left:.0f} s at most")
+            raise LeaseError(
+                "busy", f"this R-worker keeps the caches of session {self._name}, for {left:.0f} s at most"
+            )
         if reason := self.superseded(asked):
             raise LeaseError("superseded", reason)
 

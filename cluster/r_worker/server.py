@@ -94,7 +94,7 @@ class Server:
         if self._door.has_gate:
             return self._door.opens(peer)
         self._log_once("a peer that asks for proof of a key, and this R-worker has none")
-        _refuse(peer, "key", f"it has no key: {BOTH_SIDES}")
+        _refuse(peer, "key", f"this R-worker has no key: {BOTH_SIDES}")
         return False
 
     def _on_open(self, channel: PeerChannel, hello: Hello) -> None:
@@ -124,7 +124,7 @@ class Server:
         self._tell_of(hello)
         if self._session and hello and self._lease.may_pass_to(hello, self._has_stopped):
             self._session.give_way(hello.name)
-        _refuse(peer, "busy", f"it serves another S-worker, {self._serving}")
+        _refuse(peer, "busy", f"this R-worker serves another S-worker, {self._serving}")
 
     def _has_stopped(self) -> bool:
         """Return whether the served S-worker has stopped sending heartbeats."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker, open_kv_port
+from fastdecode.cluster.r_worker.audits import AuditDoor
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.move_door import MoveDoor
 from fastdecode.cluster.r_worker.parking.door import ParkDoor
@@ -36,7 +37,7 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.dtypes import WIRE_DTYPE
-from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.errors import CapacityError, DamagedError, FrameError
 from fastdecode.kinds.latent import FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Session:
             self._link.send(
                 Kind.REFUSED, encode_refusal("superseded", f"its session continues with {self._gives_way_to}")
             )
-            raise ConnectionError(f"{self._gives_way_to} takes its place")
+            raise ConnectionError(f"the session continues with {self._gives_way_to}")
         # A working S-worker pauses less than this between two steps
         idle_seconds = 1.0
         try:
@@ -147,6 +148,8 @@ class Session:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
+        except DamagedError as error:
+            self._refuse("damaged", str(error))
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
@@ -174,20 +177,21 @@ class Session:
 
     def _open(self, frame: Frame) -> None:
         hello = decode_hello(self._link.body(frame, MAX_HELLO_BYTES))
-        worker = self._lease.open(hello, lambda: make_rworker(hello.layout, hello.block_size, self._host.size))
+        worker = self._lease.open(hello, lambda: self._host.make(hello.layout, hello.block_size))
         if hello.layout.kv_port:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
         self._worker, self._layout = worker, hello.layout
         self._move_door = MoveDoor(self._link, worker, hello.layout)
         self._handlers |= self._move_door.handlers
-        park = None if hello.layout.cannot("parking") else self._host.park
+        park = self._host.park
         if park:
             self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
         self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
+        self._handlers |= AuditDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(
@@ -236,8 +240,8 @@ class Session:
         payload_limit = 8 * FRAME_LIMIT
         if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
-                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
+                f"a plan whose payload has {slots.num_bytes:,} bytes ({payload_limit:,} at most), in parts of up to "
+                f"{slots.largest_part:,} ({FRAME_LIMIT:,} at most)"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)
@@ -253,7 +257,7 @@ class Session:
     def _payload(self, frame: Frame) -> None:
         mini_batch, layer = frame.mini_batch, frame.layer
         if self._slots is None:
-            raise FrameError("a PAYLOAD, and no step is open")
+            raise FrameError("a PAYLOAD came, and no step is open")
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
         q, k, v, o, partials = self._slots.views(mini_batch, layer)

@@ -56,15 +56,15 @@ class Vitals:
     def complaint(self) -> str:
         """Return why this R-worker should not or does not get work; "" if all is well."""
         if self.is_ready and self.is_leaving:
-            return "it is leaving"
+            return "the R-worker is leaving"
         return self.illness() or ("" if self.is_serving else self.trouble)
 
     def illness(self) -> str:
         """Return why the process should be restarted, or is not ready yet; "" if all is well."""
         if not self.is_ready:
-            return "it is starting"
+            return "the R-worker is starting"
         silent = time.monotonic() - self.turned
-        return f"its main loop has been stuck for {silent:.0f} s" if silent > STUCK_SECONDS else ""
+        return f"the R-worker's main loop has been stuck for {silent:.0f} s" if silent > STUCK_SECONDS else ""
 
     def metrics(self) -> str:
         """Return all metrics in Prometheus' format."""

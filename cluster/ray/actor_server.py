@@ -72,11 +72,12 @@ class ActorServer:
             status = LEFT
         except BaseException:
             log.exception("the R-worker ends")
-        os._exit(status)  # no half of a process may remain: Ray starts another
+        os._exit(status)  # end the whole process, so that Ray starts another
 
     def _listen(self) -> tuple[Server, str]:
         while self._is_draining():
-            time.sleep(WATCH_SECONDS)  # restarted on the node that it has just left, which ends soon
+            # Ray has restarted the R-worker on the node that it just left; that node ends soon
+            time.sleep(WATCH_SECONDS)
         _reset_niceness()
         order = self._order
         self._slot, cores = take_cores(order.num_threads)

@@ -237,7 +237,7 @@ def _probe(address: str) -> None:
 
 
 def _refusal(error: FastDecodeError) -> dict[str, str]:
-    # By exception class, the error's name in messages to the engine
+    # Names of errors in messages to the engine, with their classes
     errors = {"config": ConfigError, "capacity": CapacityError, "backend": BackendError}
     kind = next((name for name, each in errors.items() if isinstance(error, each)), "backend")
     return {"refused": kind, "message": str(error)}

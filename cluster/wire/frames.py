@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 29
+VERSION = 31
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -28,54 +28,56 @@ FRAME_LIMIT = 1 << 28
 
 
 class Kind(IntEnum):
-    """The kind of a frame, with its parts. S: sent by the S-worker; R: by the R-worker; P: by a prefill worker."""
+    """The kind of a frame, with its parts."""
 
-    HELLO = 1  # S: name, layout, block size (JSON)
-    WELCOME = 2  # R: its description (JSON)
-    PING = 3  # S
-    PONG = 4  # R: its clock (float64 seconds)
-    PLAN = 5  # S: controls and spans of a step
-    READY = 6  # R: the plan is in force, the import may be sent, or a piece of weights is there
-    PAYLOAD = 7  # S: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
-    OUTPUT = 8  # R: o and any partial results of a PAYLOAD's layer, placed as in `payload.py`
-    END = 9  # S
-    REPORT = 10  # R: busy times, bytes read, blocks free
-    ABANDON = 11  # S
-    ABANDONED = 12  # R
-    EXPORT = 13  # S: sequence id, first token, tokens
-    EXPORTED = 14  # R: number of bytes, which follow as DATA
-    IMPORT = 15  # S: sequence id, first token, tokens, number of bytes, which follow as DATA after READY
-    IMPORTED = 16  # R
-    DATA = 17  # either: the next bytes of a sequence
-    REFUSED = 18  # R: reason (JSON)
-    BYE = 19  # S: the session is over
-    JOIN = 20  # R, outside a session: the address at which it listens (JSON)
-    CHALLENGE = 21  # S, before HELLO: its nonce (see handshake.py)
-    CHALLENGED = 22  # R: its nonce and its proof
-    PROOF = 23  # S: its proof
-    PROVEN = 24  # R: HELLO may come
-    KV = 25  # P, to a port: job, first token, rows; k and v of a layer. R: a prefix in stored form
+    HELLO = 1  # from the S-worker: name, layout, block size (JSON)
+    WELCOME = 2  # from the R-worker: description of the R-worker (JSON)
+    PING = 3  # from the S-worker, without a body
+    PONG = 4  # from the R-worker: time on the R-worker's clock (float64 seconds)
+    PLAN = 5  # from the S-worker: controls and spans of a step
+    READY = 6  # from the R-worker: answers PLAN, IMPORT and WEIGHTS
+    PAYLOAD = 7  # from the S-worker: q, k, v of a layer of a mini-batch, in the order and places of `payload.py`
+    OUTPUT = 8  # from the R-worker: o and any partial results of a PAYLOAD's layer, placed as in `payload.py`
+    END = 9  # from the S-worker, without a body
+    REPORT = 10  # from the R-worker: busy times, bytes read, blocks free
+    ABANDON = 11  # from the S-worker, without a body
+    ABANDONED = 12  # from the R-worker, without a body
+    EXPORT = 13  # from the S-worker: sequence id, first token, tokens
+    EXPORTED = 14  # from the R-worker: number of bytes, which follow as DATA
+    IMPORT = 15  # from the S-worker: sequence id, first token, tokens, and bytes, which follow as DATA after READY
+    IMPORTED = 16  # from the R-worker, without a body
+    DATA = 17  # from either side: the next bytes of a sequence
+    REFUSED = 18  # from the R-worker: reason (JSON)
+    BYE = 19  # from the S-worker: the session is over
+    JOIN = 20  # from the R-worker, outside a session: the address at which it listens (JSON)
+    CHALLENGE = 21  # from the S-worker, before HELLO: a nonce (see handshake.py)
+    CHALLENGED = 22  # from the R-worker: a nonce and a proof of the key
+    PROOF = 23  # from the S-worker: a proof of the key
+    PROVEN = 24  # from the R-worker: the proof is right, and HELLO may follow
+    KV = 25  # from a prefill worker, to a port: job, first token, rows; k and v of a layer
     STORED = 26  # from a port, for a stored KV: job, layer, first token, rows
-    PROMPT = 27  # S, to a prefill worker: a part of a prompt (JSON), and its tokens
-    PREFILLED = 28  # P: its part is computed and stored; seconds, bytes sent, logits
-    FAILED = 29  # P: why a part was not computed (JSON)
-    CANCEL = 30  # S: cancels a job
-    READ = 31  # P, to a KV port: job, first token, rows of a layer of a prefix, which come as KV
-    PICKS = 32  # S: after the OUTPUT of an index layer, how many of what each row of a range ranked is picked (int32)
-    PARKING = 33  # S: the model whose caches are to be parked (JSON)
-    CHAINS = 34  # R: its parked chains of that model
-    PARK = 35  # S: sequence id, chain, names of chains that it supersedes; sent again while it is under way
-    WAKE = 36  # S: sequence id, blocks, name of the chain; sent again while it is under way
-    PARKED = 37  # R: progress of a PARK or a WAKE
-    INVENTORY = 38  # S: asks what the R-worker holds
-    HELD = 39  # R: ids, lengths and blocks of its sequences (int64)
-    WEIGHTS = 40  # S, after WELCOME: first head (int64); K and V of some heads of a layer; in the model's dtype
-    RECORD = 41  # S: first byte (int64); the next bytes of its session's journal, which begins anew from byte 0
-    RECORDED = 42  # R: bytes that the journal has now (int64)
-    RECALL = 43  # S: asks for the journal, which an S-worker of this session before it may have written
-    RECALLED = 44  # R: the journal
-    WEIGH = 45  # S, after a step's last layer: a query (int64); its q in each layer; max and sum of scores
-    WEIGHED = 46  # R: the share of its attention that each block of tokens has, or max and sum of scores (float32)
+    PROMPT = 27  # from the S-worker, to a prefill worker: a part of a prompt (JSON), and its tokens
+    PREFILLED = 28  # from a prefill worker: a part is computed and stored: seconds, bytes sent, logits
+    FAILED = 29  # from a prefill worker: why a part was not computed (JSON)
+    CANCEL = 30  # from the S-worker: cancels a job
+    READ = 31  # from a prefill worker, to a KV port: job, first token, rows of a layer of a prefix; KV answers
+    PICKS = 32  # from the S-worker: how many tokens that an index layer ranked are picked, for each row (int32)
+    PARKING = 33  # from the S-worker: name of the model whose caches may be parked (JSON)
+    CHAINS = 34  # from the R-worker: the parked chains of that model
+    PARK = 35  # from the S-worker: sequence id, chain, names of superseded chains; sent again while under way
+    WAKE = 36  # from the S-worker: sequence id, blocks, name of the chain; sent again while under way
+    PARKED = 37  # from the R-worker: progress of a PARK or a WAKE
+    INVENTORY = 38  # from the S-worker: asks what the R-worker holds
+    HELD = 39  # from the R-worker: ids, lengths and blocks of its sequences (int64)
+    WEIGHTS = 40  # from the S-worker: first head (int64); K and V of some heads of a latent layer, in the model's dtype
+    RECORD = 41  # from the S-worker: first byte (int64), bytes of the session's journal; byte 0 begins a new journal
+    RECORDED = 42  # from the R-worker: bytes that the journal has now (int64)
+    RECALL = 43  # from the S-worker: asks for the session's journal, which an earlier S-worker may have written
+    RECALLED = 44  # from the R-worker: the journal
+    WEIGH = 45  # from the S-worker, after a step's last layer: a row (int64); its q by layer; max and sum of scores
+    WEIGHED = 46  # from the R-worker: attention weight of each block of tokens, or max and sum of scores (float32)
+    AUDIT = 47  # from the S-worker, after a step's last layer: questions about rows (int64), and their q
+    AUDITED = 48  # from the R-worker: whether blocks differ from checksums (uint8); o, partial results, or k and v
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
         nonces, theirs = _challenged(channel, nonce)
         if not hmac.compare_digest(proof(key, R_WORKER, nonces), theirs):
             conversation.send(Kind.BYE)
-            raise FrameError("it does not hold this side's key: the same --key-file must be on both sides")
+            raise FrameError("the other side does not hold this side's key: the same --key-file must be on both sides")
         conversation.send(Kind.PROOF, proof(key, S_WORKER, nonces))
         _answer(Conversation(channel), Kind.PROVEN)
     except ConnectionError as error:
@@ -160,11 +160,11 @@ def _answer(conversation: Conversation, kind: Kind) -> Frame:
     deadline = time.monotonic() + proof_seconds
     while (frame := conversation.receive(TICK_SECONDS)) is None:
         if time.monotonic() > deadline:
-            raise ConnectionError(f"it did not answer within {proof_seconds:g} s")
+            raise ConnectionError(f"no answer came within {proof_seconds:g} s")
     if frame.kind is Kind.REFUSED:
         raise FrameError(f"refused: {decode_refusal(conversation.body(frame, MAX_JSON_BYTES))[1]}")
     if frame.kind is not kind:
-        raise FrameError(f"it sent a {frame.kind.name} frame in place of {kind.name}")
+        raise FrameError(f"a {frame.kind.name} frame came in place of {kind.name}")
     return frame
 
 
@@ -203,7 +203,7 @@ class Gate:
     def _proves(self, conversation: Conversation, frame: Frame, identity: bytes) -> bool:
         nonces = self._pending.pop(identity, None)
         if frame.kind is not Kind.PROOF or nonces is None:
-            raise FrameError(f"it serves only peers that prove to hold its key: {BOTH_SIDES}")
+            raise FrameError(f"this R-worker serves only peers that prove to hold its key: {BOTH_SIDES}")
         if not hmac.compare_digest(proof(self._key, S_WORKER, nonces), _body(conversation, frame, PROOF_BYTES)):
             raise FrameError("its proof of the key is wrong: the same --key-file must be on both sides")
         return True

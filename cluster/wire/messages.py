@@ -89,11 +89,11 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An R-worker's answer to HELLO.
 
-    ``cores``: those it may use on the machine ``host_id``. ``fingerprint``: of what it opened. ``state_blocks``: blocks
-    of a sequence's states. ``kv_address``: "host:port" of its KV port, without the host if all reach it as the S-worker
-    does; "" if it has none. ``kv_epoch``: what frames to that port must carry. ``park_after``: seconds without use
-    before it parks; None without a disk. ``lease_epoch``: of a named session, else 0. ``goes_on``: it has the cache of
-    the session's previous S-worker, whose fingerprint was ``kept_of``.
+    ``cores``: cores that the R-worker may use on the machine ``host_id``. ``fingerprint``: of the cache that it opened.
+    ``state_blocks``: blocks of a sequence's states. ``kv_address``: "host:port" of its KV port, without the host if all
+    reach it as the S-worker does; "" if it has none. ``kv_epoch``: the epoch that frames to that port must carry.
+    ``park_after``: seconds without use before it parks; None without a disk. ``lease_epoch``: of a named session, else
+    0. ``goes_on``: it has the cache of the session's previous S-worker, whose fingerprint was ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -153,7 +153,7 @@ def decode_hello(data: bytes | bytearray) -> Hello:
         raise FrameError("HELLO: the fingerprint does not match its cache")
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
-    del layout["rotation"]  # the dtype's
+    del layout["rotation"]  # the KV dtype determines it
     if message.lease is not None and not message.lease.session.isprintable():
         raise FrameError("HELLO: session must be a text that can be printed")
     return Hello(message.name, KVLayout(**layout), block_size, message.lease)
@@ -194,7 +194,7 @@ def encode_refusal(error: str, message: str) -> bytes:
     """Return a refusal.
 
     ``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
-    session), "key", "frame" or "refused" (any other).
+    session), "damaged" (its memory has changed), "key", "frame" or "refused" (any other).
     """
     return encode_json(_Refusal(error, printable(message[:MAX_TEXT])))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -19,8 +20,9 @@ MAX_PARK_BYTES = 1 << 24
 
 MAX_BLOCKS = 1 << 31
 
-_PARK = struct.Struct("<qqqq")
-"""The beginning of PARK: patience, sequence id, blocks, and the number of superseded chains; marks and names follow.
+_PARK = struct.Struct("<qqqqq")
+"""The beginning of PARK: patience, sequence id, blocks, tokens after them, number of superseded chains; marks and names
+follow.
 
 Patience, also in WAKE, is how long the R-worker may take before it reports progress, in milliseconds.
 """
@@ -48,18 +50,18 @@ def decode_parking(data: bytes | bytearray) -> str:
 
 def encode_park(patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> bytes:
     """Return a PARK. ``superseded``: names of chains that ``chain`` contains."""
-    start = _PARK.pack(patience_ms, sequence_id, chain.num_blocks, len(superseded))
+    start = _PARK.pack(patience_ms, sequence_id, chain.num_blocks, chain.rest, len(superseded))
     return b"".join((start, *chain.marks, *superseded))
 
 
 def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Chain, tuple[bytes, ...]]:
     """Return patience, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
-    patience_ms, sequence_id, num_blocks, num_names = _start("PARK", _PARK, data)
+    patience_ms, sequence_id, num_blocks, rest, num_names = _start("PARK", _PARK, data)
     _check_patience("PARK", patience_ms)
-    if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= num_names <= len(data):
-        raise FrameError(f"PARK: {num_blocks} blocks and {num_names} names")
-    names = _names("PARK", data, _PARK.size, num_marks(num_blocks, block_size) + num_names)
-    chain = Chain(num_blocks, names[: len(names) - num_names])
+    if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= rest < block_size or not 0 <= num_names <= len(data):
+        raise FrameError(f"PARK: {num_blocks} blocks, {rest} tokens and {num_names} names")
+    names = _names("PARK", data, _PARK.size, num_marks(num_blocks, block_size, rest) + num_names)
+    chain = Chain(num_blocks, names[: len(names) - num_names], rest)
     return patience_ms, sequence_id, chain, names[len(names) - num_names :]
 
 
@@ -88,22 +90,24 @@ def decode_parked(data: bytes | bytearray) -> Parked:
 
 
 def encode_chains(chains: Sequence[Chain]) -> bytes:
-    """Return the parked chains: their number, the blocks of each (int64), and all marks."""
-    counts = np.array([len(chains), *(chain.num_blocks for chain in chains)], "<i8")
-    return b"".join((counts.tobytes(), *(mark for chain in chains for mark in chain.marks)))
+    """Return the parked chains: their number, the blocks of each and the tokens after them (int64), and all marks."""
+    sizes = [number for chain in chains for number in (chain.num_blocks, chain.rest)]
+    start = np.array([len(chains), *sizes], "<i8").tobytes()
+    return b"".join((start, *(mark for chain in chains for mark in chain.marks)))
 
 
 def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
     """Return the parked chains. Raise FrameError unless they fill ``data``."""
     num_chains = int(np.frombuffer(data[:8], "<i8")[0]) if len(data) >= 8 else -1
-    if not 0 <= num_chains <= len(data) // (8 + MARK_BYTES):
+    if not 0 <= num_chains <= len(data) // (16 + MARK_BYTES):
         raise FrameError(f"CHAINS: {num_chains} chains in {len(data)} bytes")
-    counts = np.frombuffer(data, "<i8", num_chains, 8).tolist()
-    if not all(1 <= count <= MAX_BLOCKS for count in counts):
-        raise FrameError(f"CHAINS: a chain of {min(counts)} blocks, or of {max(counts)}")
-    each = [num_marks(count, block_size) for count in counts]
-    marks = iter(_names("CHAINS", data, 8 + 8 * num_chains, sum(each)))
-    return [Chain(count, tuple(next(marks) for _ in range(num))) for count, num in zip(counts, each, strict=True)]
+    sizes = np.frombuffer(data, "<i8", 2 * num_chains, 8).reshape(-1, 2).tolist()
+    if wrong := [size for size in sizes if not 1 <= size[0] <= MAX_BLOCKS or not 0 <= size[1] < block_size]:
+        raise FrameError(f"CHAINS: a chain of {wrong[0][0]} blocks and {wrong[0][1]} tokens after them")
+    counts = [num_marks(num_blocks, block_size, rest) for num_blocks, rest in sizes]
+    marks = iter(_names("CHAINS", data, 8 + 16 * num_chains, sum(counts)))
+    each = zip(sizes, counts, strict=True)
+    return [Chain(num_blocks, tuple(islice(marks, count)), rest) for (num_blocks, rest), count in each]
 
 
 def _check_patience(kind: str, patience_ms: int) -> None:

@@ -16,7 +16,7 @@ from fastdecode.kinds.kind import MAX_LAYERS
 from fastdecode.kinds.layout import KVLayout
 
 HEAD = struct.Struct("<qqqqq?")
-"""Sequence id, the query's position, the first token's place, tokens that are seen, tokens of a block, finds_norms."""
+"""The first part of WEIGH: sequence id, query position, offset, number of tokens, block length, ``finds_norms``."""
 
 MOST_NUMBER_BYTES = HEAD.size + 8 * MAX_LAYERS
 MOST_BLOCKS = 1 << 24

@@ -49,7 +49,7 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
 def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the assistant's reasoning under the key that ``template`` reads.
 
-    Clients use any key of ``THOUGHTS``.
+    Clients send it under any key of ``THOUGHTS``.
     """
     names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
     known = next(names, None)

@@ -24,7 +24,7 @@ from fastdecode.drafting.speculative_config import SpeculativeConfig
 
 @dataclass(frozen=True)
 class EngineSettings(EngineFields):
-    """Derives parsed values from the fields of ``EngineFields``."""
+    """Parses the fields of ``EngineFields``, such as worker addresses and memory sizes."""
 
     def bytes_of(self, name: str) -> int | None:
         """Return the memory setting ``name`` in bytes; None if the engine chooses the size."""
@@ -60,7 +60,7 @@ class EngineSettings(EngineFields):
 
     @property
     def placing(self) -> AskedPlacing:
-        """How the settings ask to place KV caches on R-workers: shard length, replicas."""
+        """How the settings place KV caches on R-workers: range length and number of copies."""
         return AskedPlacing.of(self)
 
     @property

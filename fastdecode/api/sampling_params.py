@@ -40,7 +40,7 @@ class SamplingParams:
     n: int = 1
     """Samples of the same prompt; more than one needs a temperature above 0."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 is greedy."""
+    """Divisor of the logits; 0 chooses the likeliest token (greedy)."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens with at least this probability; 1 keeps all."""
     top_k: int = 0
@@ -70,7 +70,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Likeliest tokens to report per prompt position; all of the prompt is then recomputed. None reports none."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Added to the logits of the given token ids."""
+    """Biases by token id, added to the logits of these tokens."""
     allowed_token_ids: Collection[int] | None = None
     """The only tokens that may be chosen; None allows all."""
     bad_words: Sequence[str] | None = None
@@ -86,7 +86,7 @@ class SamplingParams:
     attention_sources: int | None = None
     """Blocks of context with the most attention to report per token; None reports none."""
     attention_source_block: int = 16
-    """Tokens of such a block."""
+    """Tokens of one block of context in ``attention_sources``."""
     attention_source_layers: Sequence[int] | None = None
     """Layers whose attention counts: numbers from 0 among attending layers; None is all that see the whole context."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -105,7 +105,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """Return a copy; parameters do not change, so ``dataclasses.replace`` makes a variant."""
+        """Return an equal copy. To change a field, call ``dataclasses.replace`` instead."""
         return replace(self)
 
     @cached_property

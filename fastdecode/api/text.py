@@ -53,7 +53,7 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """Start a text that continues the prompt, since some tokenizers drop a space at the beginning of a text.
+        """Start a text after the prompt's last tokens: some tokenizers drop a space at the beginning of a text.
 
         ``hidden``: ids of further tokens that the text omits.
         """
@@ -95,7 +95,7 @@ class TextStream:
         """
         try:
             return self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library raises a plain Exception
+        except Exception:  # the tokenizers library raises a plain Exception for invalid byte tokens
             self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._skip_special)
             return self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastdecode.core.errors import RequestError
 
 LONG_TEXT_BYTES = 1 << 16
-"""Bytes of text from which tokenizing takes so long that short texts should not wait for it."""
+"""Texts of at least this many bytes take long to tokenize; shorter texts are not queued behind them."""
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,19 @@ def add_command(commands: Any) -> None:
         ("verify", run_verify, "check every byte of every file against its checksums; exit 1 if one is damaged"),
     ):
         action = actions.add_parser(name, help=text)
-        action.add_argument("park_dir", metavar="DIR", help="the R-worker's --park-dir")
+        action.add_argument("park_dir", metavar="DIR", help="folder that an R-worker got as --park-dir")
         if name == "ls":
-            action.add_argument("--json", action="store_true", help="one JSON object per file")
+            action.add_argument("--json", action="store_true", help="print one JSON object per file")
         else:
-            action.add_argument("names", nargs="*", metavar="FILE", help="as ls names them (verify: all)")
+            action.add_argument(
+                "names", nargs="*", metavar="FILE",
+                help="names of files, as `fastdecode cache ls` prints them; verify without names checks all",
+            )  # fmt: skip
         if name == "drop":
-            action.add_argument("--all", action="store_true", help="every file")
-            action.add_argument("--unused", type=float, metavar="SECONDS", help="files not used for this long")
+            action.add_argument("--all", action="store_true", help="delete every file")
+            action.add_argument(
+                "--unused", type=float, metavar="SECONDS", help="delete files that were not used for this many seconds"
+            )
         add_common_flags(action)
         action.set_defaults(run=run)
 

@@ -38,12 +38,12 @@ def add_command(commands: Any) -> None:
         help="check this machine, its MPI and the R-workers that are given; every finding comes with its cure",
         description="Exits 1 when something is broken. Under mpirun it looks at the job as well.",
     )
-    parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="listening R-workers to measure")
-    parser.add_argument("--key-file", metavar="FILE", help="secret shared with them")
-    parser.add_argument("--journal", metavar="DIR", help="folder of an engine's journal to look at")
-    parser.add_argument("--park-dir", metavar="DIR", help="folder of an R-worker's parked sessions to look at")
+    parser.add_argument("--r-workers", metavar="HOST:PORT,…", help="addresses of listening R-workers to measure")
+    parser.add_argument("--key-file", metavar="FILE", help="file with the secret that is shared with the R-workers")
+    parser.add_argument("--journal", metavar="DIR", help="folder of an engine's journal to check")
+    parser.add_argument("--park-dir", metavar="DIR", help="folder of an R-worker's parked prefixes to check")
     add_flags(parser, EngineConfig, ["security"])
-    parser.add_argument("--port", type=int, default=5580, help="that an R-worker would listen on here (5580)")
+    parser.add_argument("--port", type=int, default=5580, help="port to check: can an R-worker listen on it? (5580)")
     add_common_flags(parser)
     parser.set_defaults(run=run)
 

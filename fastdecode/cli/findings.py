@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. ``level``: "ok", "note" or "broken". ``cure``: the remedy, "" only if "ok"."""
+    """One result of a check. ``level``: "ok", "note" or "broken". ``cure``: the remedy; "" if the level is "ok"."""
 
     level: str
     what: str

@@ -60,8 +60,9 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     log_levels = ("debug", "info", "warning", "error", "critical")
     level = told if told in log_levels else "warning"
     group.add_argument(
-        "--log-level", type=str.lower, default=level, choices=log_levels, help=f"({environment.LOG_LEVEL}, or warning)"
-    )
+        "--log-level", type=str.lower, default=level, choices=log_levels,
+        help=f"level of log messages ({environment.LOG_LEVEL}, or warning)",
+    )  # fmt: skip
     group.add_argument("--debug", action="store_true", help="print a traceback on failure")
     group.add_argument(
         "--seed", type=_seed, default=0, help="seed of random weights, data and unseeded requests (%(default)s)"
@@ -71,7 +72,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field of ``EngineConfig``, and vLLM's flags without effect."""
     parser.add_argument(
-        CONFIG, metavar="FILE", help="YAML file with flags of this command, which those of the command line override"
+        CONFIG, metavar="FILE", help="YAML file with flags of this command; flags on the command line override them"
     )
     for title in (MODEL, BATCHING, WORKERS):
         add_flags(parser.add_argument_group(title), EngineConfig, flag_names(title))
@@ -124,17 +125,25 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
     """Add the flags that R-workers and prefill workers share. ``listen``: the default of --listen."""
     parser.add_argument(
-        "--listen", metavar="ADDRESS", help=f"port 0: any ({listen}; with --join, any port of the address towards it)"
+        "--listen",
+        metavar="ADDRESS",
+        help=f"address to listen at; port 0: any free port ({listen}; with --join: any port of the "
+        "interface that reaches it)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="(one per core)")
-    parser.add_argument("--cores", metavar="LIST", help="such as 0,2-3 (every core it may use)")
+    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (one per core)")
     parser.add_argument(
-        "--key-file", metavar="FILE", help="secret shared with the S-worker, mode 0600; needed beyond this machine"
+        "--cores", metavar="LIST", help="cores to use, such as 0,2-3 (every core that the process may use)"
     )
+    parser.add_argument(
+        "--key-file", metavar="FILE",
+        help="file with the secret that is shared with the S-worker, mode 0600; needed between machines",
+    )  # fmt: skip
     add_flags(parser, EngineConfig, ["security"])
-    parser.add_argument("--transport", default="tcp", choices=["tcp", "mpi"], help="mpi: a rank of an mpirun job (tcp)")
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help="ask the S-worker with this --pool-listen to take it into its running job"
+        "--transport", default="tcp", choices=["tcp", "mpi"], help="tcp, or mpi for a rank of an MPI job (tcp)"
+    )
+    parser.add_argument(
+        "--join", metavar="HOST:PORT", help="--pool-listen address of an S-worker whose running job this worker joins"
     )
 
 

@@ -20,35 +20,46 @@ if TYPE_CHECKING:
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("generate", help="generate and stream text")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=128, help="new tokens (128)")
-    group.add_argument("--min-tokens", type=int, default=0, help="new tokens before the text may end (0)")
-    group.add_argument("--temperature", type=float, help="0 is greedy (generation_config.json's, else 1)")
-    group.add_argument("--top-p", type=float, help="(generation_config.json's, else 1)")
-    group.add_argument("--top-k", type=int, help="(generation_config.json's, else 0: all)")
-    group.add_argument("--min-p", type=float, help="(0)")
-    group.add_argument("--repetition-penalty", type=float, help="(1)")
-    group.add_argument("--stop", action="append", default=[], metavar="STRING", help="ends the text; may be repeated")
-    group.add_argument("--n", type=int, default=1, help="texts per prompt (1)")
-    group.add_argument(
-        "--logprobs", type=int, metavar="K", help="with --json: log-probabilities of the K likeliest tokens"
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to continue")
+    _add_sampling_flags(parser.add_argument_group("sampling"))
+    parser.add_argument(
+        "--chat", action="store_true", help="format each prompt as a user's message, by the chat template"
     )
-    group.add_argument(
-        "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
-        help="show for each token the K (3) blocks of context that it attended most",
-    )  # fmt: skip
-    group.add_argument("--attention-source-block", type=int, default=16, metavar="N", help="tokens of a block (16)")
-    group.add_argument(
-        "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
-        help="layers that are counted, of the layers with attention (all that see the whole context)",
-    )  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the end of text")
-    parser.add_argument("--chat", action="store_true", help="each prompt is what a user says, in the chat template")
-    parser.add_argument("--json", action="store_true", help="one JSON object per prompt instead of streamed text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt instead of streaming text"
+    )
     add_engine_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_sampling_flags(group: Any) -> None:
+    group.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate per text (128)")
+    group.add_argument("--min-tokens", type=int, default=0, help="fewest tokens before the text may end (0)")
+    group.add_argument("--temperature", type=float, help="temperature; 0 is greedy (generation_config.json's, else 1)")
+    group.add_argument("--top-p", type=float, help="total probability to keep (generation_config.json's, else 1)")
+    group.add_argument("--top-k", type=int, help="likeliest tokens to keep; 0: all (generation_config.json's, else 0)")
+    group.add_argument("--min-p", type=float, help="least probability, relative to the likeliest token (0)")
+    group.add_argument("--repetition-penalty", type=float, help="above 1: repeat tokens less often (1)")
+    group.add_argument("--stop", action="append", default=[], metavar="STRING", help="ends the text; may be repeated")
+    group.add_argument("--n", type=int, default=1, help="texts to generate per prompt (1)")
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: print the log-probabilities of the K likeliest tokens"
+    )
+    group.add_argument(
+        "--show-sources", type=int, nargs="?", const=3, metavar="K", dest="attention_sources",
+        help="print for each token the K (3) blocks of context that it attended to most",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention-source-block", type=int, default=16, metavar="N",
+        help="with --show-sources: tokens of one block of context (16)",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention-source-layers", type=int, nargs="+", metavar="LAYER",
+        help="with --show-sources: layers whose attention counts, numbered among the layers with "
+            "attention (all that see the whole context)",
+    )  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-text token")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,7 +141,7 @@ class _TextPrinter:
         self._shown = -1
 
     def show(self, output: RequestOutput) -> None:
-        """Print the new text of ``output`` if streaming; else print all of it once finished."""
+        """Print the new text of ``output`` when streaming. Otherwise, print the whole text when it is finished."""
         if self.streaming:
             self._stream(output)
         elif output.finished:

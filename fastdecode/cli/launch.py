@@ -29,27 +29,38 @@ FORMATS = ("openmpi", "mpich", "srun", "slurm", "ssh")
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
-        help="start an S-worker and its R-workers on the hosts of a hostfile, or print the lines that would",
-        description="The first slot of the first host is the S-worker's, each other slot an R-worker: one per NUMA "
-        "node is right. The S-worker's command comes last, such as: bench throughput --model … Where that has "
-        "--prefill-workers mpi:N, the last N slots are prefill workers.",
+        help="start an S-worker and its R-workers on the hosts of a hostfile, or print the commands that would",
+        description="The S-worker takes the first slot of the first host; every other slot runs an R-worker. Give a "
+        "host one slot per NUMA node. The S-worker's command comes last, such as: bench throughput --model … If it has "
+        "--prefill-workers mpi:N, the last N slots run prefill workers.",
     )
-    parser.add_argument("--hostfile", required=True, metavar="HOSTS", help="Open MPI's: host slots=N per line")
-    parser.add_argument("--print", action="store_true", help="print the lines and start nothing")
-    parser.add_argument("--format", choices=FORMATS, help="(that of the mpirun that is found, else openmpi)")
-    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="of each R-worker (its own default)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of each R-worker (one per core)")
-    parser.add_argument("--park-dir", metavar="DIR", help="of each R-worker, which parks prefixes there (none)")
-    parser.add_argument("--park-after", type=float, metavar="SECONDS", help="without use, after which it does (60)")
-    parser.add_argument("--park-bytes", metavar="BYTES", help="of all files in DIR (half of what is free)")
     parser.add_argument(
-        "--key-file",
-        default="pool.key",
-        metavar="FILE",
-        help="for ssh, and with prefill workers on other hosts: on every host (pool.key)",
+        "--hostfile", required=True, metavar="HOSTS", help="hostfile of Open MPI: a line `host slots=N` per host"
     )
+    parser.add_argument("--print", action="store_true", help="print the commands and start nothing")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="program whose commands to print (the installed mpirun's, else openmpi)"
+    )
+    parser.add_argument(
+        "--kv-cache-memory", metavar="BYTES",
+        help="memory of each R-worker's KV cache (the default of `fastdecode r-worker`)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of each R-worker (one per core)")
+    parser.add_argument("--park-dir", metavar="DIR", help="folder in which each R-worker stores unused prefixes (none)")
+    parser.add_argument(
+        "--park-after", type=float, metavar="SECONDS",
+        help="seconds without use after which a prefix is stored in --park-dir (60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--park-bytes", metavar="BYTES",
+        help="most bytes that an R-worker stores in --park-dir (half of the free disk space)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key-file", default="pool.key", metavar="FILE",
+        help="file with the secret, the same on every host; for ssh and for prefill workers (pool.key)",
+    )  # fmt: skip
     add_common_flags(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="of the S-worker (bench throughput)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command of the S-worker (bench throughput)")
     parser.set_defaults(run=run)
 
 

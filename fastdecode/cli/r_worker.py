@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,27 +50,30 @@ def add_command(commands: Any) -> None:
         "on a second SIGTERM it ends at once.",
     )
     add_worker_flags(parser, LISTEN)
-    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="such as 4GiB (40%% of what is free)")
     parser.add_argument(
-        "--park-dir",
-        metavar="DIR",
-        help="folder where it stores prefixes that are not used, and reads them back (none)",
+        "--kv-cache-memory", metavar="BYTES", help="memory of the KV cache, such as 4GiB (40 %% of the free memory)"
     )
     parser.add_argument(
-        "--park-after", type=float, metavar="SECONDS", help=f"without use, after which they are parked ({PARK_AFTER:g})"
-    )
+        "--park-dir", metavar="DIR",
+        help="folder in which the R-worker stores unused prefixes, to read them back later (none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--park-after", type=float, metavar="SECONDS",
+        help=f"seconds without use after which a prefix is stored in --park-dir ({PARK_AFTER:g})",
+    )  # fmt: skip
     parser.add_argument(
         "--park-bytes", metavar="BYTES",
-        help="most on the disk, such as 100GiB; the least recently used are deleted first (half of what is free "
-            "there)",
+        help="most bytes in --park-dir, such as 100GiB; the least recently used files are deleted "
+            "first (half of the free disk space)",
     )  # fmt: skip
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT",
-        help="answer GET /health (200, 503 where it cannot serve) and /metrics (Prometheus) there, without a key; port "
-        "0: any (nowhere)",
+        help="address for GET /health (200, or 503 if the R-worker cannot serve) and /metrics "
+            "(Prometheus), without a key; port 0: any (none)",
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # for tests of --audit
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -136,6 +140,7 @@ def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
 
 def _listen(args: argparse.Namespace, resources: Resources) -> None:
     from fastdecode.cluster.links.zeromq import ZmqListener
+    from fastdecode.cluster.r_worker.faults import Faults
     from fastdecode.cluster.r_worker.health import HealthPort
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.r_worker.joiner import Joiner
@@ -152,6 +157,8 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
     ending = contextlib.ExitStack()
     try:
         machine = ending.enter_context(contextlib.closing(take_host(*resources)))
+        if args.inject_faults:
+            machine = replace(machine, faults=Faults.of(args.inject_faults))
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)

@@ -77,12 +77,17 @@ def add_command(commands: Any) -> None:
         description=f"Answers requests of {COMPLETIONS}, chats and Responses. Started again with the same files, it "
         "answers the rest.",
     )
-    parser.add_argument("-i", "--input-file", required=True, metavar="JSONL", help="a request per line")
-    parser.add_argument("-o", "--output-file", required=True, metavar="JSONL", help="an answer per line, as they come")
-    names = {"help": "what requests may call the model, which may else be anything; answers give the first"}
+    parser.add_argument(
+        "-i", "--input-file", required=True, metavar="JSONL", help="batch file to read: one request per line"
+    )
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="JSONL",
+        help="file to write: one answer per line, in the order in which requests finish",
+    )  # fmt: skip
+    names = {"help": "names by which requests may ask for the model; any name if unset. Answers give the first"}
     add_flags(parser.add_argument_group("requests"), ServerSettings, OF_REQUESTS, served_model_name=names)
     parser.add_argument(
-        "--retry-failed", action="store_true", help="run requests again that were answered with an error (off)"
+        "--retry-failed", action="store_true", help="repeat the requests that were answered with an error (off)"
     )
     add_engine_flags(parser)
     add_server_flags(parser)

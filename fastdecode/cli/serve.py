@@ -20,7 +20,7 @@ from fastdecode.server.server_settings import SERVER, ServerSettings
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("serve", help="answer OpenAI clients over HTTP")
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model to serve, as with --model")
     names = [each.name for each in dataclasses.fields(ServerSettings)]
     add_flags(parser.add_argument_group(SERVER), ServerSettings, names)
     add_engine_flags(parser)

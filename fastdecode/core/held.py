@@ -33,7 +33,7 @@ class Named(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """The first ``num_tokens`` tokens of a sequence that computes, or recomputes, its prompt are cached."""
+    """Says that the first ``num_tokens`` tokens of a sequence, which is computing its prompt, are cached."""
 
     sequence_id: int
     num_tokens: int

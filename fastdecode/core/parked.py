@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,9 +22,19 @@ MARK_BYTES = 16
 """Bytes kept of the hash of all tokens up to the end of a block. Prefixes are found by these bytes."""
 
 
-def num_marks(num_blocks: int, block_size: int) -> int:
-    """Return the number of pieces, and so of marks, of a chain of ``num_blocks`` blocks."""
+def num_pieces(num_blocks: int, block_size: int) -> int:
+    """Return the number of pieces that ``num_blocks`` blocks are written in."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
+
+
+def num_marks(num_blocks: int, block_size: int, rest: int = 0) -> int:
+    """Return the number of marks of a chain of ``num_blocks`` blocks and ``rest`` more tokens."""
+    return num_pieces(num_blocks, block_size) + (rest > 0)
+
+
+def hash_after(before: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of all tokens up to the end of ``token_ids``; ``before`` is the hash of the tokens before."""
+    return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=MARK_BYTES).digest()
 
 
 @dataclass(frozen=True)
@@ -47,19 +59,27 @@ class ParkPlace:
 
 
 class Chain(NamedTuple):
-    """A parked prefix of ``num_blocks`` blocks.
-    ``marks``: the hash at the end of each piece; the last names the chain.
+    """A parked prefix of ``num_blocks`` blocks and, if layers are recurrent, ``rest`` tokens after them.
+    ``marks``: the hash at the end of each piece, and of the rest; the last names the chain.
     """
 
     num_blocks: int
     marks: tuple[bytes, ...]
+    rest: int = 0
 
     @staticmethod
-    def of(block_hashes: Sequence[bytes], block_size: int) -> Chain:
-        """Return the chain of the blocks with ``block_hashes``."""
+    def of(block_hashes: Sequence[bytes], block_size: int, rest: Sequence[int] = ()) -> Chain:
+        """Return the chain of the blocks with ``block_hashes`` and of the tokens ``rest`` after them."""
         step = PIECE_TOKENS // block_size
-        whole = block_hashes[step - 1 :: step]
-        return Chain(len(block_hashes), (*whole, *(block_hashes[-1:] if len(block_hashes) % step else ())))
+        marks = [*block_hashes[step - 1 :: step], *(block_hashes[-1:] if len(block_hashes) % step else ())]
+        if rest:
+            marks.append(hash_after(block_hashes[-1], rest))
+        return Chain(len(block_hashes), tuple(marks), len(rest))
+
+    @property
+    def last_block(self) -> bytes:
+        """The hash of all tokens up to the end of the last block."""
+        return self.marks[-2] if self.rest else self.marks[-1]
 
     @property
     def name(self) -> bytes:
@@ -101,10 +121,12 @@ class Parks(Protocol):
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
     ) -> Parked:
-        """Write the blocks of ``sequence_id`` to disk as ``chain``, and delete the ``superseded`` chains."""
+        """Write the blocks of ``sequence_id`` to disk as ``chain``, and delete the ``superseded`` chains.
+        If layers are recurrent, the chain is the whole sequence, and its states are written too.
+        """
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
         """Load the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
-        The blocks end at the end of a piece. If loading FAILED part way, the sequence has the tokens loaded until then
-        and must be released.
+        The blocks end at the end of a piece. A chain with states is loaded whole, with its rest. If loading FAILED part
+        way, the sequence has the tokens loaded until then and must be released.
         """

@@ -47,8 +47,9 @@ class AttentionBackend(Protocol):
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
         """Return the share of each row's attention on each block of its context: float32 [num_blocks] per row.
-        All layers of the open step must be done. A share is a mean over heads, then over layers; the shares and that of
-        attention sinks sum to 1. The result is None for a row if an R-worker with part of its context is lost.
+        All layers of the open step must be done. A share is a mean over heads, then over layers; the shares of all
+        blocks and of the attention sinks sum to 1. The result is None for a row if an R-worker with part of its context
+        is lost.
         """
 
     def end_step(self) -> StepReport:

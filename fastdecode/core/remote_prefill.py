@@ -47,7 +47,7 @@ class RemotePrefill:
     """A prompt for prefill workers: its tokens after a cached prefix, cut into consecutive ``parts``.
     ``job_id`` and the tickets are new for every attempt, so that R-workers refuse rows of earlier attempts. ``stores``
     cover all tokens of ``parts``; overlapping ones are copies. ``prefix``: the R-workers that hold tokens 0 to
-    ``context_len``, in order; one that stores no new token has a reservation too. ``method``: one of
+    ``context_len``, in order. Each has reserved blocks, even if it stores no new token. ``method``: one of
     ``PREFILL_METHODS``. Raise ValueError for gaps in stores or prefix, and for a repeated ticket.
     """
 

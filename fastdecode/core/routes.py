@@ -76,8 +76,8 @@ def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 
 def node_widths(num_tokens: int) -> list[int]:
-    """Return how many splits each node has after merging the splits of ``num_tokens`` tokens, widest first.
-    Two nodes that are halves of an aligned power of two of splits are merged into one.
+    """Return the widths, in splits, of the nodes of the merge tree over ``num_tokens`` tokens, widest first.
+    Neighboring splits merge into nodes whose widths are powers of two: 7 splits make nodes of 4, 2 and 1.
     """
     num_splits = -(-num_tokens // SPLIT_TOKENS)
     return [1 << bit for bit in reversed(range(num_splits.bit_length())) if num_splits >> bit & 1]

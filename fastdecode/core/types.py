@@ -238,9 +238,13 @@ class WorkerReport:
 class StepReport:
     """The reports of all R-workers for one step, in worker order.
 
-    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave.
+    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: those of ``lost``
+    that an audit found at fault. ``is_doubtful``: cached tokens anywhere may be wrong. ``num_audited``: rows compared.
     """
 
     workers: tuple[WorkerReport, ...]
     lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    faulty: tuple[int, ...] = ()
+    is_doubtful: bool = False
+    num_audited: int = 0

@@ -68,7 +68,7 @@ class World(Protocol[T_co]):
 
 
 class RunningCycle(Protocol):
-    """A running cycle as its requests see it: they fork samples and end sequences through it."""
+    """The part of a running cycle that its requests use: the scheduler, and ``finish`` to end a sequence."""
 
     @property
     def scheduler(self) -> Scheduler: ...

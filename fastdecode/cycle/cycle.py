@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
-    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on it, computing or waiting, outside the step
-    itself.
+    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
+    the step itself.
     """
 
     s_seconds = wait_seconds = 0.0
@@ -51,7 +51,7 @@ class Companion:
 
 
 class Cycle(Generic[T]):
-    """The engine's loop. A turn is: companions, schedule, tell, compute, commit, lose, take, observe and record.
+    """The engine's loop. A turn runs the companions, then schedules, sends, computes, commits and records one step.
 
     ``on_step`` is called with the record of every step that had rows or sampled.
     """
@@ -123,6 +123,15 @@ class Cycle(Generic[T]):
                 self.requests.give_up(self, sequence)
         return spoilt
 
+    def doubt(self) -> list[int]:
+        """Let all running sequences be recomputed, and forget all prefixes; return the ids of these sequences.
+        An R-worker was found at fault, and tokens cached anywhere may depend on its results.
+        """
+        doubtful = self.scheduler.members.doubt()
+        for sequence_id in doubtful:
+            self.forget(sequence_id)
+        return doubtful
+
     def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
@@ -187,6 +196,8 @@ class Cycle(Generic[T]):
         """Handle lost and leaving R-workers; return the ids of sequences that lost cached tokens."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
+        if report.is_doubtful:
+            spoilt += self.doubt()
         for companion in self.companions:
             companion.heard(self, report)
         return spoilt

@@ -46,6 +46,9 @@ class Membership(Companion):
     def heard(self, cycle: Cycle, report: StepReport) -> None:
         """Drain the R-workers that ask to leave."""
         self.changes.lost += len(report.lost)
+        self.changes.audited += report.num_audited
+        self.changes.faulty += tuple(map(self._name, report.faulty))
+        self.changes.undecided += report.is_doubtful and not report.faulty
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
@@ -89,7 +92,8 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            ends = not scheduler.transfers.stands(transfer)  # the transfer has copied its last piece
+            # True if the transfer is over, since it has copied its last piece
+            ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends
             if cycle.world.now() > deadline:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Disk:
     """The disk of an R-worker, valid while the scheduler's ``WorkerState`` at ``index`` is ``state``.
-    ``wishes``: sequences that wait for parked prefixes, oldest first. ``waking``: the loading of the first one's
-    prefix. ``parking``: the prefix being written, and its chain when writing began.
+    ``wishes``: sequences that wait for parked prefixes, oldest first. ``waking``: the prefix that is being loaded for
+    the first of them. ``parking``: the prefix being written, and its chain when writing began.
     """
 
     index: int
@@ -101,7 +101,7 @@ class Parking(Companion):
                     for chain in self._parks.chains(index, self._model):
                         scheduler.store.parked.chains.add(index, chain)
                 except WorkerLostError:
-                    return  # the next step finds out
+                    return  # the next step finds out that this R-worker is lost
                 except BackendError as error:
                     self._refused(disk, error)
 
@@ -131,7 +131,7 @@ class Parking(Companion):
                 try:
                     has_work |= self._wake(cycle, disk) or self._park(cycle, disk, least_seconds)
                 except WorkerLostError:
-                    return  # the next step finds out which one, and continues without it
+                    return  # the next step finds out which R-worker is lost, and continues without it
                 except BackendError as error:
                     self._refused(disk, error)
                     self._let_go(cycle.scheduler, disk)
@@ -205,7 +205,7 @@ class Parking(Companion):
             cycle.tell()  # the fork that makes the prefix may still be pending
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
-        superseded = parked.chains.within(disk.index, prefix.block_hashes[:-1])
+        superseded = parked.superseded(prefix)
         answer = self._parks.park(disk.index, prefix.prefix_id, chain, superseded, self._patience_ms)
         self.parked_bytes[disk.index] = answer.num_bytes
         parked.dropped(disk.index, (*answer.dropped, *superseded))

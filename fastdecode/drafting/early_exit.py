@@ -1,4 +1,4 @@
-"""Draft tokens from forward passes: the part that such drafters share, and the early-exit drafter."""
+"""The common base of drafters that run forward passes, and the early-exit drafter."""
 
 from __future__ import annotations
 

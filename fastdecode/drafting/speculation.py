@@ -53,7 +53,7 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # otherwise part of the time went to computing prompts
+        if policy and len(proposed) == len(wanted):  # only if no time of these passes went to computing prompts
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:

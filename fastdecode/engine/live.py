@@ -162,8 +162,8 @@ class LiveWorld:
         in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
-        ``ranks``: the same as ``backend`` if several ranks share the model. ``in_ranges``: sequences may have several
-        segments.
+        ``ranks``: the same as ``backend`` if several ranks share the model. ``in_ranges``: a sequence may be split into
+        ranges on several R-workers.
         """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock

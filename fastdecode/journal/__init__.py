@@ -1,1 +1,1 @@
-"""The journal: what only the engine knows of its requests, so that a later engine continues after any end."""
+"""The journal: a record of an engine's requests and tokens, from which a later engine continues them."""

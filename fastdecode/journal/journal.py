@@ -17,7 +17,7 @@ from fastdecode.scheduler.names import NO_NOTES, Notes
 
 
 def next_run(folder: str | None) -> Run:
-    """Return a new run for an engine that will open the journal in ``folder``, with the name of the previous run."""
+    """Return a new ``Run`` for an engine that will open the journal in ``folder``; it names the previous run."""
     before = ""
     # Bytes read from the beginning of the file: more than its first record takes
     head_bytes = 4096

@@ -22,8 +22,8 @@ Ended = tuple[str, int | str | None]
 @dataclass
 class Sample:
     """One output of a request: tokens, log-probabilities if requested, and how it ended.
-    ``reached``: cached tokens when its prompt was last computed; None if none were recorded since its last token.
-    ``names``: its tokens' other cache ids on R-workers, besides its sequence id.
+    ``reached``: number of tokens that R-workers have cached, if recorded since the output's last token; else None.
+    ``names``: the cache ids, besides the sequence id, under which R-workers may have cached these tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Past:
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
         """Return the tokens that R-workers may have cached, by cache id: prompt and output without the last token.
         The last token's row samples the next one. ``whole_prompts``: include prompts whose progress is not recorded.
-        Other tokens on R-workers are rejected drafts, or rows of an unrecorded step.
+        Tokens on R-workers beyond these are rejected drafts, or tokens of an unrecorded step.
         """
         found: dict[int, KnownTokens] = {}
         for sequence_id, sample in enumerate(self.samples, self.asked.sequence_id):

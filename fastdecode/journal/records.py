@@ -1,8 +1,8 @@
-"""The format of a journal: records in a chain of checksums, so that all before the first damage is right.
+"""The format of a journal: records in a chain of checksums, which shows where the first damaged record begins.
 
-A file is ``MAGIC`` and then records. Each has a head and a body in MessagePack. The head has the length of the body,
-and a CRC-32 of length and body, continued from the previous record. An interrupted write, a flipped bit, or bytes of
-another file end the chain. What precedes is complete steps, and what follows is not read.
+A file is ``MAGIC`` and then records. Each record has a head and a body in MessagePack. The head has the length of the
+body, and a CRC-32 of length and body, continued from the previous record. An interrupted write, a flipped bit, or bytes
+of another file end the chain. A reader keeps the complete steps before that place, and ignores what follows it.
 """
 
 from __future__ import annotations

@@ -41,6 +41,10 @@ class Attending(LayerKind, frozen=True):
             force_setattr(self, name, tuple(map(float, getattr(self, name))))
 
     @property
+    def is_audited(self) -> bool:
+        return self.picked_by < 0 and self.weight_rows is None
+
+    @property
     def query_dim(self) -> int:
         """Number of elements of q that the S-worker sends per token and query head."""
         return self.key_head_dim

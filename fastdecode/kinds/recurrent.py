@@ -17,13 +17,14 @@ HERE = "states that the S-worker keeps (state_on s)"
 CANNOT: dict[Way, str] = {
     "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
     "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
-    "parking": f"{BESIDE}: a prefix is useful only with its state, which is not written to disks; leave it out",
     "states here, sessions": f"{HERE} end with it, and the next one cannot use keys and values without them; "
     "give state_on r, or leave it out",
+    "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "
+    "them; give state_on r, or leave it out",
     "states here, prefill workers": "they send states to R-workers; with state_on s the S-worker keeps them, "
     "and it has no port for them; give state_on r, or leave it out",
     "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
-    "states there, memory here": "it is for states that the S-worker keeps (state_on s); leave it out",
+    "states there, memory here": "this memory is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """For each engine feature that recurrent states do not support, the reason."""

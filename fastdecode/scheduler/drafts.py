@@ -124,7 +124,8 @@ class Drafts:
                 self._table.drafts.forget(sequence.row)
         for sequence, tail, holders, num_blocks in self._granted:
             still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
-            if still_there and sequence.sequence_id in self._residents.decoding:  # else it may have restarted
+            # a sequence that has restarted no longer decodes
+            if still_there and sequence.sequence_id in self._residents.decoding:
                 unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
                 self._store.tails.grow(np.array([sequence.row]), -min(num_blocks, unused))
         self._proposed.clear()

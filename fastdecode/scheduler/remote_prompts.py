@@ -56,7 +56,7 @@ class RemotePrompts:
 
     def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
         """Return the prefill workers' parts of a prompt.
-        None after a prefix with a state, which only its R-worker has.
+        Return an empty tuple after a prefix with a recurrent state, which prefill workers cannot read.
         """
         return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 

@@ -36,7 +36,7 @@ class Transfers:
         leave a draining R-worker, but find no room, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
-            self._store.transfers.drop(transfer)  # the caller did not carry it out
+            self._store.transfers.drop(transfer)  # the caller did not carry this transfer out
         if self.copies:
             self._lifecycle.carry_out(self.copies.leave_draining())
         for sequence in self.moves.homeless():

@@ -164,6 +164,7 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
         "name": worker.name,
         "present": worker.present,
         "draining": worker.draining,
+        "faulty": worker.faulty,
         "sequences": worker.num_sequences,
         "kv_load": 0 if idle else worker.kv_load,
         "kv_load_limit": worker.kv_load_limit,
@@ -191,7 +192,7 @@ def sources(output: RequestOutput | None) -> dict[str, Any] | None:
 
 
 def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Return a step's first layers; each stay in a state has lane, state, mini-batch, layer, start and end in ms.
+    """Return the events of a step's first layers: lane, state, mini-batch, layer, start and end in milliseconds.
 
     Lane 0 is the S-worker, lane 1 + i is R-worker i; -1 means no mini-batch or layer.
     """
@@ -219,6 +220,6 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _num_layers(events: Sequence[Event]) -> int:
-    """Return the number of layers in ``events`` that R-workers attended; the S-worker's stays go one layer further."""
+    """Return the number of layers in ``events`` that R-workers attended. The S-worker's events have one more layer."""
     attended = [event.interval.layer for event in events if event.lane > 0]
     return 1 + max(attended) if attended else max((event.interval.layer for event in events), default=0)

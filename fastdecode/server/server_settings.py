@@ -22,92 +22,106 @@ MEBIBYTE = 1 << 20
 class ServerSettings:
     """The settings of ``fastdecode serve``: one field per flag, with underscores. A ConfigError names a bad field."""
 
-    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine", SERVER)
-    port: int = setting(8000, "0: any free one, which is printed", SERVER, least=0, most=65535)
+    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 means every address of this machine", SERVER)
+    port: int = setting(8000, "port to listen at; 0: any free port, which is printed", SERVER, least=0, most=65535)
     api_key: list[str] | None = setting(
-        None, "that requests must send, as `Authorization: Bearer KEY`; of every route but /health. Of several any one "
-        "does", SERVER, metavar="KEY", unset="FASTDECODE_API_KEY, VLLM_API_KEY, or none",
+        None, "keys; each request but those to /health must send one of them, as `Authorization: "
+            "Bearer KEY`", SERVER, metavar="KEY", unset="FASTDECODE_API_KEY, VLLM_API_KEY, or none",
     )  # fmt: skip
     served_model_name: list[str] = setting(
-        list, "what clients call the model: one name or more, of which answers give the first", SERVER,
-        metavar="NAME", unset="as in --model",
+        list, "names by which clients may request the model; answers give the first", SERVER,
+        metavar="NAME", unset="the value of --model",
     )  # fmt: skip
     chat_template: str | None = setting(
-        None, "file with a Jinja template, or the template itself", SERVER, metavar="FILE", unset="the tokenizer's"
+        None, "file with a Jinja chat template, or the text of one", SERVER, metavar="FILE", unset="the tokenizer's"
     )
     chat_template_content_format: str = setting(
-        "auto", "form of messages' content for the chat template: a string, a list of parts, or whichever the template "
-            "takes", SERVER,
+        "auto", "form in which the chat template gets the content of messages: string, openai (a list of "
+            "parts), or auto (the form that the template reads)", SERVER,
         choices=("auto", "string", "openai"),
     )  # fmt: skip
     default_chat_template_kwargs: dict[str, Any] = setting(
-        dict, 'arguments of the chat template for requests that do not give them, such as {"enable_thinking": false}',
+        dict, "arguments of the chat template, unless a request gives its own, such as "
+            '{"enable_thinking": false}',
         SERVER, metavar="JSON", unset="none",
     )  # fmt: skip
     enable_auto_tool_choice: bool = setting(
-        False, "let the model choose tools by itself: vLLM needs this flag; here the model always may", SERVER
+        False, "accepted for vLLM's sake: the model may always choose tools", SERVER
     )
     tool_call_parser: str | None = setting(
-        None, "form in which the model writes tool calls, by vLLM's name, such as hermes", SERVER, metavar="NAME",
+        None, "vLLM's name of the syntax in which the model writes tool calls, such as hermes", SERVER, metavar="NAME",
         unset="by the chat template",
     )  # fmt: skip
     reasoning_parser: str | None = setting(
-        None, "form in which the model writes its thoughts, by vLLM's name, such as qwen3", SERVER, metavar="NAME",
+        None, "vLLM's name of the syntax in which the model writes its reasoning, such as qwen3", SERVER,
+        metavar="NAME",
         unset="by the chat template",
     )  # fmt: skip
     max_num_queued_reqs: int = setting(
-        4096, "that wait beyond --max-num-seqs; more are answered with 503", SERVER, metavar="N", least=0
-    )
+        4096, "most requests that wait while --max-num-seqs run; further requests are answered with 503", SERVER,
+        metavar="N", least=0,
+    )  # fmt: skip
     shutdown_timeout: float = setting(
-        30.0, "that accepted requests have to end after SIGTERM or Ctrl-C", SERVER, metavar="SECONDS"
+        30.0, "seconds that accepted requests may still take after SIGTERM or Ctrl-C", SERVER, metavar="SECONDS"
     )
     request_timeout: float = setting(
-        30.0, "that a client has to send the header of a request, and its body", SERVER, metavar="SECONDS"
+        30.0, "seconds within which a client must send a request's header, and then its body", SERVER, metavar="SECONDS"
     )
     max_request_bytes: int = setting(
-        32 * MEBIBYTE, "longest body; longer ones are answered with 413", SERVER, metavar="BYTES", least=1
-    )
+        32 * MEBIBYTE, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
+        least=1,
+    )  # fmt: skip
     otlp_traces_endpoint: str | None = setting(
-        None, "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces: a span per request goes there, "
-        "as OTLP over HTTP", SERVER, metavar="URL", unset="none",
+        None, "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces; the server "
+            "sends one span per request, as OTLP over HTTP", SERVER, metavar="URL", unset="none",
     )  # fmt: skip
     standby: str | None = setting(
-        None, "session that this server takes over when its server is gone: it loads the weights, answers 503, and "
-        "continues the session with its --journal once no server has held it for 2 s", SERVER, metavar="SESSION",
+        None, "session of another server that this server takes over: it loads the weights and answers "
+            "503; 2 s after the other server ended, it continues the session from --journal", SERVER, metavar="SESSION",
         unset="none",
     )  # fmt: skip
     reconnect_seconds: float = setting(
-        30.0, "with --journal, how long a request continues, or its answer is kept, after its client has left", SERVER,
+        30.0, "with --journal: seconds for which a request continues, or its answer is kept, after its "
+            "client has disconnected", SERVER,
         metavar="SECONDS",
     )  # fmt: skip
     stored_responses: int = setting(
-        10_000, "with --journal, responses that are stored (store: true); the oldest go first", SERVER, metavar="N",
+        10_000, "with --journal: most responses that are kept for requests with store: true; the oldest "
+            "are deleted first", SERVER, metavar="N",
         least=0,
     )  # fmt: skip
-    stored_bytes: str = setting("1GiB", "most that they take on disk", SERVER, metavar="BYTES")
-    stored_hours: float = setting(720.0, "after which a stored response is deleted", SERVER, metavar="HOURS")
+    stored_bytes: str = setting("1GiB", "most bytes of stored responses on disk", SERVER, metavar="BYTES")
+    stored_hours: float = setting(720.0, "hours after which a stored response is deleted", SERVER, metavar="HOURS")
     allowed_origins: list[str] = setting(
-        list, "of pages in browsers that may ask; * is all, [] none", SERVER, metavar="ORIGIN",
-        unset="all, where only this machine is listened to and no key is asked for; else none",
+        list, "CORS: origins whose pages may send requests; * allows all, [] none", SERVER, metavar="ORIGIN",
+        unset="all, if the server listens only to this machine and needs no key; else none",
     )  # fmt: skip
-    allowed_methods: list[str] = setting(list, "of such requests", SERVER, metavar="METHOD", unset="all")
-    allowed_headers: list[str] = setting(list, "that they may send", SERVER, metavar="NAME", unset="all")
-    allow_credentials: bool = setting(False, "let such pages send cookies", SERVER)
-    ssl_keyfile: str | None = setting(None, "TLS: private key", SERVER, metavar="FILE", unset="none")
-    ssl_certfile: str | None = setting(None, "TLS: certificate", SERVER, metavar="FILE", unset="none")
-    ssl_ca_certs: str | None = setting(
-        None, "TLS: authorities that sign clients' certificates", SERVER, metavar="FILE", unset="none"
+    allowed_methods: list[str] = setting(
+        list, "CORS: methods that pages of allowed origins may use", SERVER, metavar="METHOD", unset="all"
     )
-    ssl_cert_reqs: int = setting(0, "TLS: clients' certificates: 0 not asked for, 1 checked, 2 needed", SERVER,
+    allowed_headers: list[str] = setting(
+        list, "CORS: headers that pages of allowed origins may send", SERVER, metavar="NAME", unset="all"
+    )
+    allow_credentials: bool = setting(False, "CORS: let pages of allowed origins send cookies", SERVER)
+    ssl_keyfile: str | None = setting(None, "TLS: file with the private key", SERVER, metavar="FILE", unset="none")
+    ssl_certfile: str | None = setting(None, "TLS: file with the certificate", SERVER, metavar="FILE", unset="none")
+    ssl_ca_certs: str | None = setting(
+        None, "TLS: file with the authorities that sign clients' certificates", SERVER, metavar="FILE", unset="none"
+    )
+    ssl_cert_reqs: int = setting(0, "TLS: whether clients need a certificate: 0 no, 1 one is checked if sent, 2 yes",
+        SERVER,
         choices=(0, 1, 2))  # fmt: skip
-    ssl_ciphers: str | None = setting(None, "TLS 1.2: ciphers", SERVER, metavar="LIST", unset="OpenSSL's")
-    root_path: str = setting("", "path under which a proxy has this server", SERVER, metavar="PATH", unset="none")
+    ssl_ciphers: str | None = setting(None, "TLS 1.2: list of ciphers", SERVER, metavar="LIST", unset="OpenSSL's")
+    root_path: str = setting("", "path under which a proxy publishes this server", SERVER, metavar="PATH", unset="none")
     uvicorn_log_level: str | None = setting(
-        None, "of the HTTP server", SERVER, choices=("critical", "error", "warning", "info", "debug", "trace"),
-        unset="--log-level's",
+        None, "log level of the HTTP server", SERVER, choices=("critical", "error", "warning", "info", "debug",
+        "trace"),
+        unset="as --log-level",
     )  # fmt: skip
     disable_fastapi_docs: bool = setting(False, "do not serve /docs and /openapi.json", SERVER)
-    enable_request_id_headers: bool = setting(False, "every answer has an X-Request-Id; texts always have one", SERVER)
+    enable_request_id_headers: bool = setting(
+        False, "add an X-Request-Id header to every answer; without it only text answers have one", SERVER
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

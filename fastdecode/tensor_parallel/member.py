@@ -26,6 +26,7 @@ class Group(AttentionBackend, Protocol):
     """The R-workers of one rank (``PoolBackend``)."""
 
     join_listener: Any
+    workers: list[Any]
 
     @property
     def num_newcomers(self) -> int:
@@ -79,7 +80,7 @@ class Member:
                 self.pool.abandon_step()
             return {}
 
-        self._compare(begin)
+        self.compare(begin)
 
     def end_step(self) -> StepReport:
         """End the step in all groups; return their reports combined into one.
@@ -91,7 +92,8 @@ class Member:
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]  # one clock if under 1 s
+        # clocks of one machine differ by less than 1 s
+        ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
         for worker in report.lost:
@@ -116,7 +118,7 @@ class Member:
             self._exported = self.pool.export(worker, sequence_id, start, num_tokens)
             return {}
 
-        self._compare(take)
+        self.compare(take)
         return np.zeros(0, np.uint8) if self._exported is None else self._exported
 
     def import_(self, worker: int, sequence_id: int, num_tokens: int, start: int) -> None:
@@ -128,16 +130,16 @@ class Member:
             self.pool.import_(worker, sequence_id, num_tokens, self._exported, start)
             return {}
 
-        self._compare(give)
+        self.compare(give)
         self._exported = None
 
     def admit(self, vacant: Sequence[int]) -> dict[int, RWorkerInfo]:
         """Admit joined R-workers, the same number in every group; return their descriptions by index."""
-        count = min(each["count"] for each in self._compare(lambda: {"count": self.pool.num_newcomers}))
+        count = min(each["count"] for each in self.compare(lambda: {"count": self.pool.num_newcomers}))
         if not count:
             return {}
         own = {str(index): asdict(info) for index, info in self.pool.admit(vacant, count).items()}
-        groups = self._compare(lambda: own)
+        groups = self.compare(lambda: own)
         self._gone.difference_update(map(int, own))
         return {int(index): _logical([group[index] for group in groups]) for index in own}
 
@@ -149,7 +151,7 @@ class Member:
     def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
         """Open the R-worker groups of ``ranks``; return the descriptions of all R-workers of each rank."""
         opens = self.rank.index in ranks
-        answers = self._compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
+        answers = self.compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
@@ -162,7 +164,7 @@ class Member:
             self.pool.abandon_step()
         return [tuple(each for each in kept if each.num_tokens) for kept in held]
 
-    def _compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    def compare(self, do: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the result of ``do`` on each rank. If it fails on any, raise the first error on all."""
         return [each.told for each in self._exchange(lambda: Message("done", do()))]
 
@@ -186,10 +188,12 @@ class Member:
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
     """Describe the logical R-worker made of ``partners``, one per rank: their least resources, all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
+    afters = [info.park_after for info in infos]
     return replace(
         infos[0],
         num_blocks=min(info.num_blocks for info in infos),
         own_cores=any(info.own_cores for info in infos),
+        park_after=None if None in afters else max(afters),
         read_gb_per_s=min(info.read_gb_per_s for info in infos),
         held=held,
         kv_ports=tuple(KvAddress(**port) for each in partners for port in each["kv_ports"]),

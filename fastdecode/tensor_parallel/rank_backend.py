@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from fastdecode.core.errors import FastDecodeError, RankLostError, interrupts_deferred
+from fastdecode.core.parked import Parks
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, Verb
 from fastdecode.core.weighing import Queries, WeighedRow
@@ -17,6 +19,7 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.tensor_parallel.lifeline import Lifelines
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_messages import Message, step_message, weigh_message
+from fastdecode.tensor_parallel.rank_parking import MemberParks, RankParks
 
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 """For each R-worker, its CONTROL records: four integers each, as in ``StepPlan``."""
@@ -47,6 +50,16 @@ class TensorParallelBackend:
             r_workers = self._member.open(layout)
         self._has_all = True
         return r_workers
+
+    def parks(self, own: Parks) -> Parks:
+        """Return the access to the disks of all ranks' R-workers; ``own``: to those of this rank."""
+        return RankParks(self, MemberParks(self._member, own))
+
+    def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
+        """Send ``message`` to the other ranks; return the result of ``do``, this rank's part of the same work."""
+        self._tell(message)
+        with self._talking():
+            return do()
 
     def begin_prompts(self, num_tokens: int) -> None:
         """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fastdecode.api.config import EngineConfig
@@ -93,7 +94,7 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
     """Return the settings of rank ``index`` of ``size``; ``num_here`` ranks share this machine.
 
     Each rank gets an equal number of R-workers at host:port, in order. Rank 0 listens at the port of ``pool_listen``,
-    rank 1 at the next one, and so on.
+    rank 1 at the next one, and so on. Each rank's R-workers park in a folder of the rank.
     """
     spec = config.r_worker_spec
     changes: dict[str, Any] = {}
@@ -107,6 +108,8 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
     if config.pool_listen is not None:
         host, port = split_address("pool_listen", config.pool_listen)
         changes["pool_listen"] = f"{host}:{port + index}"
+    if config.park_dir is not None:
+        changes["park_dir"] = str(Path(config.park_dir) / f"rank-{index}")
     if spec.on_this_machine and config.kv_cache_memory is None:
         num_bytes = int(available_memory_bytes() * KV_CACHE_SHARE) // (config.num_r_workers * num_here)
         changes["kv_cache_memory"] = num_bytes

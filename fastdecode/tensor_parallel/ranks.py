@@ -19,7 +19,7 @@ from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.backends import make_backend, pool_layout
+from fastdecode.engine.compose.backends import make_backend, parks_of, pool_layout
 from fastdecode.engine.compose.own_caches import make_prompt_backend
 from fastdecode.engine.compose.setup import pin_s_worker
 from fastdecode.journal.records import Run
@@ -31,6 +31,7 @@ from fastdecode.tensor_parallel.lifeline import Lifelines, hold_on
 from fastdecode.tensor_parallel.member import Group, Member
 from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 from fastdecode.tensor_parallel.rank_messages import Message, read_rows, read_step
+from fastdecode.tensor_parallel.rank_parking import MemberParks, carry_out
 from fastdecode.tensor_parallel.rank_place import RankPlace, cores_of, find_place, settings_of
 
 MEETING_SECONDS = 300.0
@@ -163,7 +164,7 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
     raise SystemExit(0)
 
 
-COMPARED = ("admit", "end", "export", "import", "reserve", "weigh")
+COMPARED = ("admit", "chains", "end", "export", "import", "park", "reserve", "wake", "weigh")
 """Kinds of messages after whose action all ranks compare results (``Member``)."""
 
 
@@ -188,7 +189,8 @@ class Follower:
             backend = make_prompt_backend(config, layout, num_tokens, r_workers)
             self._cleanup.callback(backend.close)
             prompts = PromptCache(backend)
-        self._pool = pool
+        self._pool, own = pool, parks_of(pool)
+        self._parks = MemberParks(self._member, own) if own else None
         self._s_worker = SWorker(model.code, model.layout, pool, StateClock(), prompts=prompts, in_order=True)
         self._computes = {
             "model": self._s_worker,
@@ -242,4 +244,7 @@ class Follower:
         "import": lambda self, message: self._member.import_(**message.told),
         "weigh": lambda self, message: self._member.weigh(read_rows(message), self._s_worker.taps),
         "reserve": lambda self, message: self._member.reserve(read_step(message).to_step_plan()),
+        **dict.fromkeys(
+            ("chains", "park", "wake"), lambda self, message: carry_out(self._parks, message.kind, message.told)
+        ),
     }

@@ -124,11 +124,11 @@ class GpuStepTime:
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
     """Return the seconds of one prompt query and key on ``gpu``, over all attending layers.
 
-    They are for the score and the added value. Windows and indexes are not discounted.
+    They are for the score and the added value, at half the rate of int8. Windows and indexes are not discounted.
     """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
-    return operations / gpu.flops_per_second.achieved
+    return (2.0 if shape.multiplies_int8 else 1.0) * operations / gpu.flops_per_second.achieved
 
 
 def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled_rows: float) -> float:

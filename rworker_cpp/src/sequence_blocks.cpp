@@ -1,5 +1,5 @@
 // Exports and imports whole blocks of a sequence as they lie in this cache, at the speed of memory. Both caches need
-// the same layers, dtype, block size and instruction set.
+// the same layers, dtype, block size and instruction set. A sequence's state is exchanged by `export_sequence`.
 #include <cstring>
 #include <string>
 
@@ -28,9 +28,9 @@ void for_each_run(const std::vector<LayerLayout>& layouts, std::uint8_t* arena, 
 }  // namespace
 
 std::int64_t KVCache::blocks_bytes(std::int64_t start, std::int64_t num_tokens) const {
-    if (start % block_size_ != 0 || num_tokens % block_size_ != 0 || states_.num_blocks())
+    if (start % block_size_ != 0 || num_tokens % block_size_ != 0)
         throw Error("blocks: " + std::to_string(num_tokens) + " tokens from token " + std::to_string(start) +
-                    " on are no whole blocks of " + std::to_string(block_size_) + " tokens without a state");
+                    " on are no whole blocks of " + std::to_string(block_size_) + " tokens");
     return num_tokens / block_size_ * block_bytes_;
 }
 
@@ -57,6 +57,7 @@ void KVCache::import_blocks(std::int64_t sequence_id, std::int64_t start, std::i
                  [](std::uint8_t* in_arena, const std::uint8_t* bytes, std::int64_t num_bytes) {
                      std::memcpy(in_arena, bytes, num_bytes);
                  });
+    note_full(sequence_id, start);
 }
 
 void KVCache::place_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) {

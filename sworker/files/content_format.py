@@ -1,4 +1,4 @@
-"""Whether a chat template takes a message's content as text or as a list of parts."""
+"""Finds out whether a chat template takes a message's content as text or as a list of parts."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], co
 
 
 def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str]:
-    """Return ``names`` with their aliases; with ``key``, names that stand for that key of theirs."""
+    """Return ``names`` and their aliases in the template; with ``key``, also names assigned from ``name[key]``."""
     known = set(names)
     while True:
         more = {

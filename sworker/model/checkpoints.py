@@ -139,12 +139,17 @@ def published_codes(model: str, revision: str | None, settings: Mapping[str, Any
 
     ``settings``: the ``quantization_config``. A reader returns codes [outputs, inputs], float32 scales [outputs].
     """
-    groups = list((settings.get("config_groups") or {}).values())
-    if settings.get("quant_method") != "compressed-tensors" or not groups or not all(map(_is_w8a8, groups)):
+    if not publishes_int8(settings):
         return {}
     files = Files(packed_files(model, revision))
     names = [name for name in files.places if f"{name}_scale" in files.places]
     return {name: partial(_codes, files, name) for name in names if f"{name}_zero_point" not in files.places}
+
+
+def publishes_int8(settings: Mapping[str, Any]) -> bool:
+    """Return whether ``settings``, a ``quantization_config``, are those of a W8A8 checkpoint."""
+    groups = list((settings.get("config_groups") or {}).values())
+    return settings.get("quant_method") == "compressed-tensors" and bool(groups) and all(map(_is_w8a8, groups))
 
 
 def _is_w8a8(group: Mapping[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def check_all_taken(model: Any, name: str) -> None:
     if not source(name)[1]:
         return
     header = GgufHeader.from_file(name)
-    if header.architecture in GGUF_CONFIG_ARCHS:  # their loading reports them
+    if header.architecture in GGUF_CONFIG_ARCHS:  # loading these architectures reports unused tensors
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     # Tensors that transformers uses without reporting it

@@ -12,6 +12,7 @@ import torch
 
 from fastdecode.sworker.model.checkpoints import packed_files
 from fastdecode.sworker.model.kept import KeptLinear
+from fastdecode.sworker.model.packed_weight import FileMaps
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,11 +32,14 @@ def weights_digest(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     # How many numbers of each tensor enter the digest
     digest_numbers = 64
+    maps = FileMaps(unwritten=True)
     for name, parameter in tensors_of(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         numbers = parameter.detach().reshape(-1)
         some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
         digest.update(some.float().cpu().numpy().tobytes())
+        if parameter.device.type == "cpu":
+            maps.let_go(parameter)
     return digest.hexdigest()
 
 

@@ -38,7 +38,9 @@ class PackedWeight(torch.nn.Parameter):
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
         """Return a stand-in for ``weight``. ``unpack`` returns its values, equal bit by bit."""
-        packed: PackedWeight = torch.Tensor._make_subclass(cls, torch.empty_like(weight, device="meta"), False)
+        packed: PackedWeight = torch.Tensor._make_subclass(
+            cls, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), False
+        )
         packed._unpack = unpack
         return packed
 
@@ -83,20 +85,25 @@ class FileMaps:
     are given back. They stay in the page cache, so nothing is lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unwritten: bool = False) -> None:
+        """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
         self._ranges: list[tuple[int, int]] = []
-        maps = Path("/proc/self/maps")
+        maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
-            addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
-            if inode != "0":
-                start, end = (int(address, 16) for address in addresses.split("-"))
-                self._ranges.append((start, end))
+            first, *rest = line.split(maxsplit=5)
+            if not first.endswith(":"):
+                is_file = rest[3] != "0"  # the inode number; 0 if no file is mapped
+                if is_file:
+                    start, end = (int(address, 16) for address in first.split("-"))
+                    self._ranges.append((start, end))
+            elif is_file and first == "Anonymous:" and rest[0] != "0":
+                self._ranges.pop()
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
-        """Give back the whole pages of ``tensor``, which is never read again; return False if no file backs them.
+        """Give back the whole pages of ``tensor``; return False if no file backs them.
 
-        Written pages of a private mapping would be lost, so only checkpoints qualify.
+        Written pages of a private mapping are lost. So the tensor is never read again, or was never written.
         """
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()

@@ -53,7 +53,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
     check_asked(config, method, on_gpu)
     if not method:
         return Packing("plain")
-    reason = _must_be_plain(config, asked, method, on_gpu)
+    reason = _must_be_plain(config, settings, method, on_gpu)
     if reason and method in ("bitsandbytes", "torchao") and asked != "unpack":
         if config.tensor_parallel_size > 1 or config.lora_modules:
             raise ConfigError(f"quantization: {config.model} is packed in {method}, which only its package reads, and "
@@ -63,6 +63,8 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
         return Packing("unpacked", method, reason)
     if not (missing := why_not_theirs(settings, device)):
         return Packing("theirs", method, "transformers' own quantizer runs here")
+    if asked == "int8":
+        return Packing("ours", method, "linear layers multiply its int8: this CPU multiplies plain weights")
     return Packing("ours", method, f"each layer unpacks its weight when it computes: {missing}")
 
 
@@ -86,8 +88,9 @@ def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
         raise ConfigError(f"quantization: {config.model} is {found}, not in {asked}: leave it out")
 
 
-def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu: bool) -> str:
+def _must_be_plain(config: EngineConfig, settings: Mapping[str, Any], method: str, on_gpu: bool) -> str:
     """Return why weights must be unpacked while they are read; "" if they may stay packed."""
+    asked = config.quantization
     if asked == "unpack":
         return "--quantization unpack was given"
     if config.tensor_parallel_size > 1:
@@ -97,7 +100,7 @@ def _must_be_plain(config: EngineConfig, asked: str | None, method: str, on_gpu:
     if config.load_format == "dummy":
         return "random weights are plain"
     if asked == "int8":
-        return "int8 products make codes of plain weights"
+        return "" if checkpoints.publishes_int8(settings) else "int8 products make codes of plain weights"
     if not on_gpu and asked != method:
         return f"this CPU multiplies plain weights faster; --quantization {method} keeps them packed"
     return ""

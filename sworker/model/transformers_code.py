@@ -17,7 +17,8 @@ from fastdecode.sworker.model.code import LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.gpu_rows import GpuRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
-from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device
+from fastdecode.sworker.model.kept import restore_linears, unpack_unquantized
+from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
 from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
 from fastdecode.sworker.model.sharding import Rank
@@ -81,7 +82,9 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
     layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
     if multiplies_int8(config):
         published = published_codes(config.model, config.revision, packed_in)
+        restore_linears(whole, resolve_dtype(config.dtype, hf_config))
         quantize_linears(whole, hf_config, published)
+        unpack_unquantized(whole)
         quantize_experts(whole, num_attention_heads(hf_config))
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
@@ -101,5 +104,5 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
         for each in replaced:
             each.undo()
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
-        logger.info("runs as it is, with nothing replaced: %s", error)
+        logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -84,7 +84,8 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
     for activation in ACTIVATIONS:
-        one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)  # of one element: its magnitude
+        # the peak of a single element is its magnitude
+        one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)
         if equal_within_rounding(found.to(dtype), wanted):
             return activation
     return ""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
+from fastdecode.core.machine import return_free_memory
 from fastdecode.sworker.adapters.index import plan_of_picked_heads
 from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.checkpoints import Codes
@@ -53,7 +54,8 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
             linear.weight = _stand_in(weight, codes)
-            maps.let_go(weight)
+            if not isinstance(weight, PackedWeight):
+                maps.let_go(weight)
     num_kept = sum(f"{name}.weight" in published for name, _ in layers)
     logger.info("%d linear layers in int8, %d of them as the checkpoint has them", len(layers), num_kept)
 
@@ -125,6 +127,7 @@ class IntegerLinears:
         """The product of each layer, by the layer's ``id()``."""
         for linears in list(_groups(model)):
             self._pack(linears)
+            return_free_memory()  # codes and packed codes would leave holes between each other
         if self.num_layers:
             logger.info("%d linear layers multiply integers", self.num_layers)
 

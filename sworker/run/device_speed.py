@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cores
+from fastdecode.sworker.products.codes import block_of, quantized
+from fastdecode.sworker.products.linears import IntegerProduct
 
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
 """Rows, columns and depth of the timed product."""
@@ -30,8 +32,11 @@ class DeviceSpeed:
     memory_bytes: float
 
 
-def measure_device() -> DeviceSpeed:
-    """Measure the first GPU, or this machine's CPU without one."""
+def measure_device(multiplies_int8: bool = False) -> DeviceSpeed:
+    """Measure the first GPU, or this machine's CPU without one.
+
+    ``multiplies_int8``: the CPU's products are those of ``--quantization int8``.
+    """
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
         properties = torch.cuda.get_device_properties(device)
@@ -42,7 +47,7 @@ def measure_device() -> DeviceSpeed:
     device, before = torch.device("cpu"), torch.get_num_threads()
     torch.set_num_threads(len(usable_cores()))
     try:
-        flops, reading = _flops(device), _read_rate(device)
+        flops, reading = _integer_flops() if multiplies_int8 else _flops(device), _read_rate(device)
     finally:
         torch.set_num_threads(before)
     # Rate of the link to R-workers in the same process, where nothing is copied
@@ -54,6 +59,15 @@ def _flops(device: torch.device) -> float:
     size = PRODUCT_SIZES[device.type]
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2.0 * size**3 / _median_seconds(lambda: left @ right, device)
+
+
+def _integer_flops() -> float:
+    """Return twice the multiply-adds per second of an int8 linear layer on the CPU, whose rows are quantized too."""
+    size = PRODUCT_SIZES["cpu"]
+    linear = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16)
+    product = IntegerProduct([linear], [quantized(linear.weight, block_of(size, 1, False))])
+    rows = torch.randn(size, size).to(torch.bfloat16)
+    return 2.0 * size**3 / _median_seconds(lambda: product.compute(rows), torch.device("cpu"))
 
 
 def _read_rate(device: torch.device) -> float:

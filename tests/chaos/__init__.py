@@ -1,1 +1,1 @@
-"""Random rounds: an engine with random settings and random events must give the tokens of one that nothing befalls."""
+"""Random rounds: an engine with random settings and random events must give the same tokens as an undisturbed one."""

@@ -1,4 +1,4 @@
-"""``python -m chaos --rounds 300``: random rounds, one process each; exit status 1 where one was unclean."""
+"""``python -m chaos --rounds 300``: runs random rounds, one process each; the exit status is 1 if any round failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ ROUND_SECONDS = 240
 
 
 def main() -> int:
-    """The command."""
     options = _options()
     import fastdecode.engine  # noqa: F401  the children need not load torch
 
@@ -47,7 +46,7 @@ def main() -> int:
 
 
 def _run(drawn: Configuration, folder: Path, options: argparse.Namespace) -> tuple[Counter[str], list[str]]:
-    """Run and print a round; returns what befell it, and its faults."""
+    """Run and print a round; return the events that occurred, and its faults."""
     start = time.monotonic()
     result = _in_child(drawn, folder)
     faults = [fault for fault in result["faults"] if fault.split(":")[0] not in options.ignore]
@@ -74,8 +73,9 @@ def _options() -> argparse.Namespace:
 
 
 def _print_totals(unclean: dict[int, str], totals: Counter[str], kinds: Counter[str]) -> None:
-    """``missed``: events that found nothing to befall until their round's end; ``different``: tokens that are not the
-    reference's."""
+    """Print the totals of all rounds.
+    ``missed``: events that never found a target. ``different``: tokens that differ from the reference's.
+    """
     num_rounds = kinds.total()
     print(f"{num_rounds} rounds ({', '.join(f'{kinds[kind]} {kind}' for kind in KINDS if kinds[kind])})")
     print(", ".join(f"{totals[name]} {name}" for name in COUNTS))
@@ -84,7 +84,7 @@ def _print_totals(unclean: dict[int, str], totals: Counter[str], kinds: Counter[
 
 
 def _in_child(drawn: Configuration, folder: Path) -> dict[str, Any]:
-    """The round's result, of a process of its own, which ends after ROUND_SECONDS with all it started."""
+    """Return the result of a round, run in its own process, which is killed with its children after ROUND_SECONDS."""
     path = folder / "result.json"
     path.unlink(missing_ok=True)
     sys.stdout.flush()
@@ -115,7 +115,7 @@ def _end(child: int) -> None:
 
 
 def _run_and_exit(drawn: Configuration, folder: Path, path: Path) -> None:
-    """In the child; never returns."""
+    """Run a round in the child process and exit; never return."""
     status = 1
     try:
         from chaos.jobs import run_round, write

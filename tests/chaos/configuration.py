@@ -1,4 +1,4 @@
-"""What a round runs: settings, requests and events, all drawn from one seed."""
+"""Draws a round from one seed: settings, requests and events."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ PLAIN = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3",
 )  # fmt: skip
 LONG = ("llama-gqa", "qwen2", "qwen3", "mistral", "deepseek_v3", "deepseek_v32", "minimax_m3")
-"""Architectures whose positions are computed, so that they take longer texts than they were made for."""
+"""Architectures with computed positions, which therefore accept texts longer than their configuration says."""
 
 SHARED = ("llama-gqa", "qwen2", "qwen3", "deepseek_v3")
-"""Architectures that tensor-parallel ranks share."""
+"""Architectures that several tensor-parallel ranks can share."""
 
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-"""Those of which R-workers may multiply K and V."""
+"""Architectures for which R-workers can multiply K and V."""
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3")
-"""Those that read what an index picks. In ranges their sums are added in another order, so one R-worker's tokens are
-theirs in float32."""
+"""Architectures with an index, which picks the tokens that queries see.
+In ranges, scores are added in another order, so tokens equal those of one R-worker only in float32.
+"""
 
 HYBRIDS = ("qwen3_next", "falcon_h1", "lfm2")
-"""Architectures with states, which rounds of some kinds have in place of others."""
+"""Architectures with recurrent states, which replace others in some rounds."""
 
 DEMO = "demo"
-"""The model of the package, the one with a tokenizer."""
+"""The demo model of the package, the only one with a tokenizer."""
 
 BETWEEN = "between steps"
 WHERE = (
@@ -40,28 +41,29 @@ WHERE = (
     "after begin_step", "before submit", "after submit", "before collect", "before end_step", "after end_step",
     "before commit", "after commit", "before dismiss",
 )  # fmt: skip
-"""Boundaries between two decisions of a step: before or after a call of the scheduler, of a part of it, or of the
-R-workers' backend."""
+"""Boundaries at which events occur: before or after a call of the scheduler, of one of its parts, or of the backend."""
 
 
 KINDS = {"plain": 10, "ranks": 2, "prefill": 3, "serve": 2, "mpi": 2, "ray": 1}
-"""Kinds of rounds and how often each is drawn: an engine over R-workers, two ranks that share the model, prefill
-workers, clients of ``fastdecode serve``, R-workers of an MPI job, and actors on Ray."""
+"""Kinds of rounds, with weights.
+They are: an engine over R-workers; two ranks; prefill workers; clients of ``fastdecode serve``; an MPI job; Ray actors.
+"""
 
 SMALL = ("plain",)
-"""Kinds that start no further process that imports torch."""
+"""Kinds of rounds that start no further process that imports torch."""
 
 OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers")
-"""Settings that are left out, one after the other, where they are refused together."""
+"""Settings that are dropped one after another if the engine refuses them together."""
 
 LATEST = 0.7
-"""The share of the reference's steps after which nothing befalls a round: it may take fewer itself, with drafts."""
+"""Events occur within this share of the reference's steps, since a round with drafts may need fewer steps."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """``action`` on the ``target``-th of those that it can befall, at the ``occurrence``-th ``boundary`` from the step
-    on that is ``share`` of the reference's steps."""
+    """An event: ``action`` on number ``target`` of its possible targets.
+    It happens at the ``occurrence``-th ``boundary``, counted from step ``share`` times the reference's number of steps.
+    """
 
     share: float
     boundary: str
@@ -72,7 +74,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that comes before step ``step`` and, if so, is aborted before step ``abort``."""
+    """A request that arrives before step ``step``. If ``abort`` is set, it is aborted before that step."""
 
     step: int
     prompt: list[int] | str
@@ -82,8 +84,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A round. ``kind``: one of KINDS. ``pool``: inproc, spawn, tcp, mpi or ray. ``memory_tokens``: that an R-worker
-    holds; 0: ample."""
+    """A round. ``kind``: one of KINDS.
+    ``pool``: inproc, spawn, tcp, mpi or ray. ``memory_tokens``: tokens that fit one R-worker; 0 for plenty.
+    """
 
     seed: int
     kind: str
@@ -97,13 +100,13 @@ class Configuration:
     events: list[Event]
 
     def __str__(self) -> str:
-        """In one line, without the prompts."""
+        """Return the configuration in one line, without the prompts."""
         names = {name: value for name, value in asdict(self).items() if name not in ("asks", "events", "seed")}
         return f"{names}, {len(self.asks)} requests"
 
 
 def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False) -> Configuration:
-    """The round of ``seed``, one of ``kinds``; ``is_small``: few R-workers and short requests."""
+    """Return the round of ``seed``, of one of ``kinds``. ``is_small``: few R-workers and short requests."""
     rng = random.Random(seed)
     kind = rng.choices(kinds, [KINDS[each] for each in kinds])[0]
     has_ranges = rng.random() < (0.2 if is_small else 0.35)
@@ -119,17 +122,17 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     hybrid = (
         _draw_hybrid(seed) if kind in ("plain", "prefill", "ranks") and architecture != DEMO and not has_ranges else ""
     )
-    if is_small and "model" in settings.get("speculative_config", {}):  # loads another model
+    if is_small and "model" in settings.get("speculative_config", {}):  # this setting loads another model
         del settings["speculative_config"]
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
     memory = rng.choice([0, longest + 64, longest + 64, longest + 400, 2 * longest])
-    if has_ranges and memory and rng.random() < 0.5:  # then a longest sequence needs several R-workers
+    if has_ranges and memory and rng.random() < 0.5:  # the longest sequence then needs several R-workers
         length = settings["kv_shard_tokens"]
         memory = length * -(-(longest // length + 1) // num_workers) + 256
     prefill_workers = int(settings.get("prefill_workers", "spawn:0").partition(":")[2])
     events = _draw_events(rng, pool, kind, num_workers, prefill_workers, is_small)
     forces_drafts = rng.random() < 0.7
-    if hybrid:  # whose states need more memory than so many tokens
+    if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
     settings |= _draw_integers(seed, kind)
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
@@ -171,15 +174,17 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
 
 
 def _draw_hybrid(seed: int) -> str:
-    """An architecture for one round in six, or "", by a generator of its own: other rounds stay as they were."""
+    """Return an architecture with states for one round in six, else "".
+    A separate generator draws it, so that other rounds stay the same.
+    """
     rng = random.Random(f"hybrid {seed}")
     return rng.choice(HYBRIDS) if rng.random() < 1 / 6 else ""
 
 
 def _with_states(seed: int, settings: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """``settings`` without those that do not go with states, with a dtype of these, and a place."""
+    """Return ``settings`` without those that models with states refuse, with a dtype and a place for the states."""
     refused = {"prefill_scratch", "latent_absorption"}
-    has_both = architecture == "falcon_h1"  # attention and a state in each layer: the first ones cannot be told apart
+    has_both = architecture == "falcon_h1"  # each layer has both attention and a state, so early exit is impossible
     if settings.get("speculative_config", {}).get("method") == "early_exit" and has_both:
         refused.add("speculative_config")
     dtype = random.Random(f"states {seed}").choice(("auto", "auto", "float16", "bfloat16"))
@@ -192,7 +197,7 @@ def _with_states(seed: int, settings: dict[str, Any], architecture: str) -> dict
 
 
 def _draw_integers(seed: int, kind: str) -> dict[str, Any]:
-    """Products of integers for one round in four, by a generator of its own. Ranks then have 16 bits and codes, too."""
+    """Return settings of integer products for one round in four, drawn by a separate generator."""
     rng = random.Random(f"integers {seed}")
     if rng.random() >= 1 / 4:
         return {}
@@ -236,8 +241,9 @@ def _draw_asks(
 def accepted_settings(
     drawn: Configuration, check: Callable[[dict[str, Any]], object], refused: Callable[[str], None] = lambda why: None
 ) -> dict[str, Any]:
-    """The round's settings without those that are refused together with others; ``check`` raises ConfigError, which is
-    told to ``refused``."""
+    """Return the round's settings without those that ``check`` refuses together.
+    ``check`` raises ConfigError; ``refused`` is called with each message.
+    """
     settings = dict(drawn.settings)
     names = [name for name in OPTIONAL if settings.get(name, 1) != 1]
     random.Random(drawn.seed).shuffle(names)
@@ -255,7 +261,7 @@ def accepted_settings(
 
 
 REMOVES = {"kill": 1, "kill two": 2, "kill beside a drain": 2, "drain": 1, "terminate": 1}
-"""R-workers that an action takes from those that others can count on."""
+"""Number of R-workers that each action removes."""
 
 ACTIONS = {
     "inproc": ["drain", "reset"],
@@ -265,20 +271,21 @@ ACTIONS = {
     "mpi": ["drain", "drain", "reset"],
     "ray": ["kill"] * 3 + ["drain", "reset"],
 }
-"""What may befall a round, by pool."""
+"""Possible actions by pool."""
 
 
 def _draw_events(
     rng: random.Random, pool: str, kind: str, num_workers: int, prefill_workers: int, is_small: bool
 ) -> list[Event]:
-    """In the order in which they come, each of them possible after those before it: an R-worker goes only where others
-    stand. What Ray replaces counts as gone; it comes back when it may."""
+    """Return events in order of time. Each is possible after the earlier ones: some R-workers always remain.
+    An R-worker that Ray will replace counts as removed.
+    """
     possible = ACTIONS[pool] + ["kill prefill"] * 2 * (prefill_workers > 0)
     if kind == "serve":
         possible = [each for each in possible if each not in ("drain", "reset", "kill beside a drain")]
-    if is_small and rng.random() < 0.6:  # each is another process
+    if is_small and rng.random() < 0.6:  # this action starts another process
         possible = [each for each in possible if each != "join"]
-    if kind == "mpi" and rng.random() < 0.3:  # ends the job
+    if kind == "mpi" and rng.random() < 0.3:  # this action ends the job
         return [Event(LATEST * rng.random(), rng.choice(WHERE), 0, "kill rank", rng.randrange(12))]
     most = 3 if is_small or pool == "inproc" else 5 + num_workers
     standing, events = num_workers, list[Event]()

@@ -1,4 +1,4 @@
-"""Events at the boundaries between two decisions: the calls of the scheduler and of the R-workers' backend."""
+"""Triggers events at the boundaries of scheduler and backend calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from chaos.processes import Processes
 from fastdecode.engine.engine import LLMEngine
 
 PATIENCE_STEPS = 8
-"""Steps that an event waits for its boundary; then it comes between two steps."""
+"""Steps that an event waits for its boundary; after that it occurs between two steps."""
 
 
 class Events:
-    """Lets ``events`` befall ``engine``, and looks at each boundary whether every R-worker's free blocks are counted.
-
-    An event that finds nothing that it can befall waits until there is something; those that wait in vain are
-    ``left`` at the end. ``num_steps``: the reference's.
+    """Triggers ``events`` in ``engine``, and checks each R-worker's count of free blocks at each boundary.
+    An event without a possible target waits. Events that never found one are in ``left``. ``num_steps``: steps of the
+    reference.
     """
 
     def __init__(self, engine: LLMEngine, events: Sequence[Event], num_steps: int, processes: Processes) -> None:
@@ -41,7 +40,7 @@ class Events:
         self._watch()
 
     def _watch(self) -> None:
-        """Wrap the calls at whose borders something may happen; look at every loss and record."""
+        """Wrap the calls at whose boundaries events may occur; also watch losses and step records."""
         for where in dict.fromkeys(name.split()[1] for name in WHERE):
             *part, name = where.split(".")
             for owner in (self.engine.scheduler, self.engine.backend):
@@ -76,12 +75,12 @@ class Events:
             self.faults.append(f"{fault} (step {self.step})")
 
     def next_step(self) -> None:
-        """To be called before every step of the engine."""
+        """Advance to the next step; call this before each step of the engine."""
         self.step += 1
         self.reach(BETWEEN)
 
     def reach(self, boundary: str) -> None:
-        """Let what is due here happen."""
+        """Trigger the events that are due at ``boundary``."""
         for worker in self.engine.scheduler.snapshot().r_workers:
             if worker.free < 0:
                 self._fault(f"negative-free: R-worker {worker.index} has {worker.free} free blocks, {boundary}")
@@ -108,7 +107,7 @@ class Events:
             self.log.append(f"step {self.step}, {boundary}: {event.action} {done}")
 
     def _standing(self) -> list[int]:
-        """R-workers that neither were killed nor are to go."""
+        """Return the R-workers that were not killed and are not draining."""
         workers = self.engine.scheduler.store.workers
         staying = [index for index in workers.present if index not in workers.draining]
         return [index for index in staying if self._key(index) not in self._ending and not self._is_dead(index)]
@@ -117,7 +116,7 @@ class Events:
         return str(self.engine.r_workers[index].name)
 
     def _pids(self, index: int) -> list[int]:
-        """Of the R-workers, one of each rank, that the engine counts as R-worker ``index``."""
+        """Return the process ids, one per rank, of the engine's R-worker ``index``."""
         return self._processes.pids(self._key(index))
 
     def _is_dead(self, index: int) -> bool:
@@ -139,7 +138,7 @@ class Events:
         return f"R-worker {index}" + f" of rank {rank}" * (len(pids) > 1)
 
     def _kill_two(self, target: int) -> str:
-        """Both, or none while there are fewer."""
+        """Kill two R-workers at the same time, or none if fewer than two are left."""
         if len(self._standing()) < 3:
             return ""
         return f"{self._kill(target)} and {self._kill(target + 1)}"
@@ -151,7 +150,7 @@ class Events:
             time.sleep(0.001)
 
     def _kill_rank(self, target: int) -> str:
-        """A rank of the MPI job, which ends with it."""
+        """Kill a rank of the MPI job, which ends the job."""
         ranks = self._processes.mpi_ranks()
         self._processes.told_to_end.write_text(f"step {self.step}")
         self.counts["kills"] += 1

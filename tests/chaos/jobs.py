@@ -1,4 +1,4 @@
-"""Where a round runs: in its process, over a server, in an MPI job, or over actors on Ray."""
+"""Runs a round in this process, over a server, in an MPI job, or over Ray actors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from chaos.served import ServedRound
 
 JOB_SECONDS = 180
 RANK_END_SECONDS = 30.0
-"""How long an MPI job may last from the death of a rank on."""
+"""Seconds within which an MPI job must end after a rank was killed."""
 
 NODE: dict[str, Any] = {"num_cpus": 3, "memory": 1 << 30, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 
 def run_round(drawn: Configuration, folder: Path) -> Result:
-    """The reference first, then the round itself, and what is left of it."""
+    """Compute the reference, run the round, and check what the round left behind."""
     leftovers = Leftovers(folder / "temporary")
     leftovers.begin()
     wanted = compute_reference(drawn, folder)
@@ -46,7 +46,7 @@ def run_round(drawn: Configuration, folder: Path) -> Result:
 
 
 def run_mpi(drawn: Configuration, folder: Path, wanted: Reference) -> Result:
-    """The round in an MPI job of its own. Where a rank is killed, the job must end at once and say so."""
+    """Run the round in an MPI job of its own. If a rank is killed, the job must end soon and say so."""
     segments = folder / "segments"
     segments.mkdir(exist_ok=True)
     for name in ("mpi.json", "told-to-end.txt"):
@@ -76,9 +76,10 @@ def run_mpi(drawn: Configuration, folder: Path, wanted: Reference) -> Result:
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[None]:
-    """A node of Ray's on this machine, found by RAY_ADDRESS."""
+    """Run a Ray node on this machine, at the address in RAY_ADDRESS, within the context."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
-    with tempfile.TemporaryDirectory(prefix="fd-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # for sockets
+    # Ray's sockets need a short path
+    with tempfile.TemporaryDirectory(prefix="fd-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder
         from ray.cluster_utils import Cluster
 
@@ -92,7 +93,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def write(result: Result, path: Path) -> None:
-    """As JSON, for another process."""
+    """Write ``result`` as JSON for another process."""
     path.write_text(json.dumps(vars(result)))
 
 
@@ -104,7 +105,7 @@ def _read(path: Path) -> Result | None:
 
 
 def main() -> None:
-    """The S-worker of an MPI job: ``python -m chaos.jobs SEED KIND FOLDER``."""
+    """Run as the S-worker of an MPI job: ``python -m chaos.jobs SEED KIND FOLDER``."""
     seed, kind, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     leftovers = Leftovers(folder / "temporary")
     leftovers.begin()

@@ -1,9 +1,9 @@
-"""``python -m chaos.killed --kills 200``: engines killed with -9 at random moments, each followed by the next one.
+"""``python -m chaos.killed --kills 200``: kills engines with -9 at random moments, and starts the next one each time.
 
-An engine with a journal answers a load, and its client writes down each token as it comes. The whole process group is
-killed while the engine starts or between any two instructions of its steps; the next engine is asked the same, and the
-client takes from it what it lacks. In the end the client must have what an engine that nothing befalls says. Each
-engine is a fork of this process, which has imported what it needs.
+An engine with a journal answers a load, and its client writes down each token as it arrives. The process group is
+killed while the engine starts, or at any instruction of its steps. The next engine gets the same requests, and the
+client takes the tokens that it lacks. At the end, the client must have the tokens of an undisturbed engine. Each engine
+is a fork of this process, which has imported everything already.
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ KINDS = {
     "the engine of a hybrid and one of two R-workers": "started again, empty",
     "the engine of a hybrid and its prefill worker": "R-workers at host:port go on",
 }
-"""What is killed, and what becomes of R-workers."""
+"""The victims of kills by name, and what then happens to the R-workers."""
 
 KILLS_PER_ROUND = 10
 MOST_UNCLEAN = 5
-"""Rounds after which the command ends."""
+"""Failed rounds after which the command stops."""
 
 MOST_FAILED = 3
-"""Engines of a round that end by an error of their own, as where a busy machine lets them lose their R-workers while
-they start: they are started again, as by an operator."""
+"""Most engines of a round that may fail by themselves, and are started again.
+For instance, an engine may lose its R-workers while it starts on a busy machine.
+"""
 
 START_SECONDS = 30.0
-"""Most time until an R-worker listens again where it did."""
+"""Most seconds until a restarted R-worker listens again."""
 
 END_SECONDS = 120.0
-"""Most time until an engine that nothing befalls has answered a load."""
+"""Most seconds until an undisturbed engine has answered a load."""
 
 PR_SET_PDEATHSIG = 1
-"""The signal of prctl(2) that a process gets when its parent ends."""
+"""The option of prctl(2) that sends a process a signal when its parent ends."""
 
 Streams = dict[str, list[list[int]]]
-"""By request what a client has of each sample."""
+"""The tokens that a client has of each sample, by request."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One load, the settings of all its engines, and what is killed. ``turns`` of each chat, 1: there are none."""
+    """One load, the settings of all its engines, and what is killed. ``turns``: of each chat; 1 without chats."""
 
     seed: int
     kind: str
@@ -84,20 +85,20 @@ class Round:
 
     @property
     def client(self) -> Path:
-        """A line for each step: what it brought to whom."""
+        """The client's file: one line per step with the tokens that each request got."""
         return self.folder / "client"
 
 
 @dataclass
 class Found:
-    """What became of a round."""
+    """The outcome of a round."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
 def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
-    """A round by its seed."""
+    """Return the round of ``seed``."""
     rng = random.Random(seed)
     settings: dict[str, Any] = {
         "dtype": rng.choice(("float32", "bfloat16")),
@@ -116,7 +117,7 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
     settings |= random.Random(f"integers {seed}").choice(({}, {}, {"quantization": "int8"}))
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2}
-        # Numbers of ranks add sums of floats in different orders, which 16 bits and codes round.
+        # Ranks add floats in an order that depends on their number, which rounds differently in 16 bits.
         if "both" not in kind and "quantization" not in settings:
             settings |= {"dtype": "float32", "kv_cache_dtype": "auto"}
     if "prefill" in kind:
@@ -124,7 +125,8 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
         asks |= {str(number): _ask(rng, number, 8 + rng.randrange(16)) for number in range(0, 12, 2)}
     if "hybrid" in kind:
         settings, asks = _of_hybrid(settings, asks, rng, folder)
-    if "chats" in kind:  # whose turns come in another order after a kill: what is not seeded would then be another
+    # After a kill the turns of chats come in another order, so unseeded requests would draw other tokens
+    if "chats" in kind:
         more = {name: {"max_tokens": rng.randrange(8, 40), "seed": rng.randrange(1000)} for name in asks}
         asks = {name: replace(ask, params=ask.params | more[name]) for name, ask in asks.items()}
     return Round(seed, kind, settings, asks, folder, turns=4 if "chats" in kind else 1)
@@ -133,7 +135,7 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
 def _of_hybrid(
     settings: dict[str, Any], asks: dict[str, Ask], rng: random.Random, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Ask]]:
-    """``settings`` for a tiny one, which has no tokenizer, and as many requests of tokens; some begin alike."""
+    """Return settings of a tiny hybrid without a tokenizer, and ``asks`` requests, some with a shared beginning."""
     name, shared = rng.choice(HYBRIDS), [rng.randrange(VOCABULARY) for _ in range(60)]
     built(name, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS).save_pretrained(folder / name)
     kept = {each: value for each, value in settings.items() if each not in ("kv_shard_tokens", "max_model_len")}
@@ -148,7 +150,7 @@ def _of_hybrid(
 
 
 def _ask(rng: random.Random, number: int, length: int = 0) -> Ask:
-    """Request ``number``; ``length``: statements in its prompt, by default few."""
+    """Return request number ``number``. ``length``: statements in its prompt; by default few."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -162,8 +164,9 @@ def _ask(rng: random.Random, number: int, length: int = 0) -> Ask:
 
 
 def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None) -> Found:
-    """Kill engines of the round ``most_kills`` times, fewer where it ends before, and compare what its client got.
-    ``extra``: more settings of those that are killed."""
+    """Kill engines of the round up to ``most_kills`` times, then compare the tokens that its client got.
+    ``extra``: further settings of the killed engines.
+    """
     found, rng = Found(), random.Random(drawn.seed + 1)
     plain = {
         "r_workers": "inproc:1",
@@ -207,26 +210,26 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
 
 
 class Workers:
-    """The R-workers of a round of that ``kind`` and ``session``: ``count``, 0 where the engine starts its own."""
+    """The R-workers of a round of this ``kind`` and ``session``. ``count`` is 0 if the engine starts its own."""
 
     def __init__(self, kind: str, count: int, session: str, cleanup: ExitStack) -> None:
         self._kind, self._cleanup, self._session = kind, cleanup, session
         self._running = [self._start() for _ in range(count)]
 
     def settings(self) -> dict[str, Any]:
-        """Of the next engine."""
+        """Return the R-worker settings of the next engine."""
         if not self._running:
             return {"r_workers": "spawn:2", "r_threads": 1, "kv_cache_memory": "64MiB"}
         return {"r_workers": self.addresses, "session": self._session, "keep_session": 60.0}
 
     @property
     def addresses(self) -> str:
-        """Of all."""
         return ",".join(address for _, address, _ in self._running)
 
     def befall(self, rng: random.Random, spared: bool) -> None:
-        """The engine was killed just now. ``spared``: R-workers are, for perhaps one alone has the journal: the other
-        was killed before, and no engine has taken a step since."""
+        """Handle that the engine was just killed, perhaps by killing R-workers too.
+        ``spared``: kill no R-worker, since only one may still have the journal.
+        """
         if "one of two" in self._kind or "one of its R-workers" in self._kind:
             index = rng.randrange(len(self._running))
             if spared:
@@ -241,7 +244,7 @@ class Workers:
         while True:
             try:
                 process, where = one.enter_context(r_workers.listening(listen=f"tcp://{address}"))
-            except RuntimeError:  # its port may be another's for a moment
+            except RuntimeError:  # another process may have its port for a moment
                 if time.monotonic() > deadline:
                     raise
             else:
@@ -249,13 +252,14 @@ class Workers:
 
 
 def _engine(drawn: Round, more: dict[str, Any], client: Path) -> int:
-    """Start an engine, see ``forked``."""
+    """Start an engine by ``forked``; return its process id."""
     return forked(drawn.folder / "log", lambda: _answer(drawn, more, client))
 
 
 def forked(log: Path, act: Callable[[], object]) -> int:
-    """Call ``act`` in a process group of its own, which ends with this process, its stderr at the end of ``log``;
-    returns its id. Its exit status is 0 where nothing was raised."""
+    """Call ``act`` in a forked process group that ends with this process; return its process id.
+    Its stderr is appended to ``log``. Its exit status is 0 unless ``act`` raised an error.
+    """
     sys.stdout.flush()
     campaign = os.getpid()
     if pid := os.fork():
@@ -264,7 +268,7 @@ def forked(log: Path, act: Callable[[], object]) -> int:
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != campaign:  # it was killed before that
+        if os.getppid() != campaign:  # the parent was killed before that call
             return os._exit(status)
         with log.open("a") as file:
             os.dup2(file.fileno(), 2)
@@ -277,7 +281,7 @@ def forked(log: Path, act: Callable[[], object]) -> int:
 
 
 def _answer(drawn: Round, more: dict[str, Any], client: Path) -> None:
-    """In the engine's process: ask all, and hand out what the client lacks."""
+    """Run in the engine's process: send all requests, and write the tokens that the client lacks."""
     settings: dict[str, Any] = {"device": "cpu", "s_threads": 1, "max_model_len": 512, **drawn.settings, **more}
     engine = LLMEngine(EngineConfig(**settings))
     if "journal" in more:
@@ -303,7 +307,7 @@ def _answer(drawn: Round, more: dict[str, Any], client: Path) -> None:
 
 
 def _next_turn(drawn: Round, output: RequestOutput) -> Iterator[tuple[str, Ask]]:
-    """What the client of a chat asks after an answer that has ended: all that was said, and some of it again."""
+    """Yield the next turn of a chat whose answer has ended: the conversation, and a part of it once more."""
     name, _, turn = output.request_id.partition(" turn ")
     number = int(turn or 1) + 1
     if output.finished and number <= drawn.turns:
@@ -313,8 +317,7 @@ def _next_turn(drawn: Round, output: RequestOutput) -> Iterator[tuple[str, Ask]]
 
 
 def _note_starts(engine: LLMEngine, path: Path) -> None:
-    """Of each sequence that goes on, write the tokens that were cached before by the journal, and how many of them are
-    computed again."""
+    """Write how many tokens of each continued sequence the journal calls cached, and how many are recomputed."""
     store = engine.scheduler.store
     begin = store.begin
 
@@ -330,7 +333,7 @@ def _note_starts(engine: LLMEngine, path: Path) -> None:
 
 
 def _kill(pid: int, drawn: Round, rng: random.Random) -> bool:
-    """Kill the process group of engine ``pid`` while it starts, or after some steps; False where it ended before."""
+    """Kill the process group of engine ``pid`` during its start or later. Return False if it ended before."""
     size = _size(drawn.client)
     steps = 0 if rng.random() < 0.15 else rng.randrange(1, 40)
     deadline = time.monotonic() + (rng.uniform(0, 1.0) if steps == 0 else END_SECONDS)
@@ -347,7 +350,7 @@ def _kill(pid: int, drawn: Round, rng: random.Random) -> bool:
 
 
 def _size(path: Path, start: int | None = None) -> int:
-    """Bytes of a file, or the lines in it after byte ``start``."""
+    """Return the bytes of a file, or the number of its lines after byte ``start``."""
     if not path.exists():
         return 0
     if start is None:
@@ -358,7 +361,7 @@ def _size(path: Path, start: int | None = None) -> int:
 
 
 def _wait(pid: int, found: Found, name: str) -> None:
-    """Until engine ``pid`` has ended by itself."""
+    """Wait until engine ``pid`` has ended by itself."""
     deadline = time.monotonic() + END_SECONDS
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
@@ -375,7 +378,7 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _read(path: Path) -> Streams:
-    """What a client has."""
+    """Return the tokens that a client has written."""
     streams: Streams = {}
     for line in _lines(path):
         for name, index, count, tokens in line:
@@ -403,8 +406,7 @@ COLUMNS = ("kills", "failed", "requests", "lost", "tokens", "more or fewer", "di
 
 
 def main() -> int:
-    """The command."""
-    torch.set_num_threads(1)  # whose others no fork would have
+    torch.set_num_threads(1)  # a fork would lack torch's other threads
     parser = argparse.ArgumentParser(prog="chaos.killed", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones follow")
@@ -427,7 +429,7 @@ def main() -> int:
               f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, {drawn.settings}", flush=True)  # fmt: skip
         print("\n".join(["  " + fault for fault in found.faults] + [log] * bool(log)), flush=True)
         seed += 1
-    print(f"| what was killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    print(f"| killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for kind, counts in totals.items():
         print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COLUMNS)} |")
     return 1 if unclean else 0

@@ -1,9 +1,9 @@
-"""``python -m chaos.killed_servers --rounds 30``: servers killed with -9 within streams; their clients come back.
+"""``python -m chaos.killed_servers --rounds 30``: kills servers with -9 during streams, whose clients reconnect.
 
-Each round is one load of streamed completions and chats. Clients read, each in a thread of a process of their own, and
-where a connection breaks they go on with Last-Event-ID at whichever server says that it serves. The server's process
-group is killed while it starts or at a random number of events, and the next one is started, or the standby goes on and
-another stands by. In the end each client must have what a server that nothing befalls says: every token once.
+A round is a load of streamed completions and chats. Clients are threads of a separate process. When a connection
+breaks, they resume with Last-Event-ID at the server that serves now. The server's process group is killed while it
+starts, or after a random number of events. The next server is then started, or the standby takes over and another one
+stands by. At the end, each client must have each token of an undisturbed server exactly once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {
     "a server and one of its R-workers": "both started again, the R-worker empty",
     "a server with a standby, and one of its R-workers": "the standby goes on, the R-worker is started again, empty",
 }
-"""What is killed, and what becomes of it."""
+"""The victims of kills by name, and how service continues."""
 
 KILLS_PER_ROUND = 3
 START_SECONDS, ROUND_SECONDS = 90.0, 180.0
@@ -49,7 +49,7 @@ COUNTS = ("rounds", "kills", "requests", "lost", "tokens", "more or fewer", "dif
 
 @dataclass(frozen=True)
 class Load:
-    """Of a round: the flags of its servers, and by name path and body of what clients ask."""
+    """The load of a round: the flags of its servers, and by name the path and body of each request."""
 
     seed: int
     kind: str
@@ -60,14 +60,14 @@ class Load:
 
 @dataclass
 class Server:
-    """A process that serves, or stands by, and where, once its first line is there."""
+    """A process that serves or stands by, with its address once it has printed that."""
 
     pid: int
     out: Path
     url: str = ""
 
     def is_up(self) -> bool:
-        """Whether it has said where it is; ChildProcessError where it has ended before."""
+        """Return whether the server has printed its address. Raise ChildProcessError if it has ended before."""
         if not self.url and " at http" in (line := self.out.read_text()):
             self.url = line.split(" at ")[1].split()[0].rstrip(",:")
         if not self.url and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -75,19 +75,19 @@ class Server:
         return bool(self.url)
 
     def serves(self) -> bool:
-        """Whether it does now."""
+        """Return whether the server answers requests now."""
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
             return bool(response.status == 200)
         return False
 
     def kill(self) -> None:
-        """Its process group."""
+        """Kill the server's process group."""
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
 
 def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Load:
-    """A round by its seed."""
+    """Return the load of the round of ``seed``."""
     rng = random.Random(seed)
     (folder / "template").write_text(CHAT_TEMPLATE)
     flags = ["--chat-template", str(folder / "template"), "--served-model-name", "demo"]
@@ -116,7 +116,7 @@ def _ask(rng: random.Random, number: int) -> tuple[str, dict[str, Any]]:
 
 
 def run_round(load: Load, options: argparse.Namespace) -> Found:
-    """Kill servers of the round ``KILLS_PER_ROUND`` times, fewer where all is answered before, and compare."""
+    """Kill servers of the round up to ``KILLS_PER_ROUND`` times, then compare the answers."""
     found, rng = Found(), random.Random(load.seed + 1)
     with ExitStack() as cleanup:
         clients = _clients(load, "reference", cleanup)
@@ -138,7 +138,7 @@ def run_round(load: Load, options: argparse.Namespace) -> Found:
 
 
 class Killer:
-    """Starts servers, says to clients which one serves, and kills them."""
+    """Starts and kills servers, and tells clients which one serves."""
 
     def __init__(
         self,
@@ -153,9 +153,9 @@ class Killer:
         self._found, self._stands_by, self._count = found, "standby" in load.kind, 0
 
     def befall(self, clients: int) -> None:
-        """Until all has been killed that is to be, and a server serves."""
+        """Kill servers until no kill is left and a server serves."""
         server = self._start("--session")
-        _wait(server.is_up)  # else the standby may have the session first
+        _wait(server.is_up)  # otherwise the standby might get the session first
         standby = self._start("--standby") if self._stands_by else None
         had = 0
         while self._found.counts["kills"] < KILLS_PER_ROUND:
@@ -171,9 +171,9 @@ class Killer:
         self._tell(server)
 
     def _rests(self, server: Server, clients: int) -> bool:
-        """Wait until ``server`` is to be killed; False where all was answered before."""
+        """Wait until ``server`` should be killed; return False if everything was answered before."""
         if self._rng.random() < 0.15 and not self._stands_by:
-            time.sleep(self._rng.uniform(0, 2.0))  # while it starts
+            time.sleep(self._rng.uniform(0, 2.0))  # kill it during its start
             return True
         self._tell(server)
         until = _events(self._load) + self._rng.randrange(1, 500)
@@ -198,7 +198,7 @@ class Killer:
 
 
 def _started(load: Load, name: str, flags: tuple[str, ...], cleanup: ExitStack) -> Server:
-    """``fastdecode serve`` as a fork of this process, which has imported what it needs."""
+    """Start ``fastdecode serve`` as a fork of this process, which has imported everything already."""
     out = load.folder / f"{name}.out"
     out.touch()
 
@@ -220,7 +220,7 @@ def _end(pid: int) -> None:
 
 
 def _clients(load: Load, name: str, cleanup: ExitStack) -> int:
-    """A process of all clients, which write what they have to a file of that name; its id."""
+    """Start a process with all clients, which write what they receive to files called ``name``; return its id."""
     pid = forked(load.folder / "log", lambda: _read_all(load, name))
     cleanup.callback(_end, pid)
     return pid
@@ -243,7 +243,7 @@ def _read_all(load: Load, name: str) -> None:
 
 
 class Noting(Client):
-    """A client that goes on wherever a server is; each event is a byte more of ``folder``/events."""
+    """A client that follows the servers. It appends a byte to ``folder``/events for each event."""
 
     def __init__(self, path: str, body: dict[str, Any], name: str, folder: Path) -> None:
         super().__init__(path, body, name)
@@ -251,7 +251,7 @@ class Noting(Client):
         self.fault = ""
 
     def read_whole(self, url: Path) -> None:
-        """Up to the end; ``url``: where to ask by now, once it is there."""
+        """Read the stream to its end. The file ``url`` has the address of the present server."""
         deadline = time.monotonic() + ROUND_SECONDS
         try:
             while not self.ended and time.monotonic() < deadline:
@@ -287,7 +287,7 @@ def _ended(pid: int, found: Found, name: str) -> None:
 
 @dataclass
 class Said:
-    """Of one choice: its text, its tokens and its end."""
+    """One choice of an answer: its text, its tokens and its end."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -295,7 +295,7 @@ class Said:
 
 
 def _answers(load: Load, name: str) -> dict[str, tuple[dict[int, Said], bool, str]]:
-    """By request its choices, whether it has ended, and what went wrong."""
+    """Return, by request: its choices, whether it has ended, and its error."""
     told = json.loads((load.folder / name).read_text()) if (load.folder / name).exists() else {}
     return {each: (_said(one["events"]), one["ended"], one["fault"]) for each, one in told.items()}
 
@@ -331,8 +331,7 @@ def _compare(wanted: dict[str, Any], got: dict[str, Any], found: Found) -> None:
 
 
 def main() -> int:
-    """The command."""
-    torch.set_num_threads(1)  # whose others no fork would have
+    torch.set_num_threads(1)  # a fork would lack torch's other threads
     parser = argparse.ArgumentParser(prog="chaos.killed_servers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next ones follow")
@@ -357,7 +356,7 @@ def main() -> int:
               f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, "
               f"{' '.join(load.flags[4:])}", flush=True)  # fmt: skip
         print("\n".join(["  " + fault[:2000] for fault in found.faults] + [log] * bool(log)), flush=True)
-    print(f"| what was killed | {' | '.join(COUNTS)} |\n|---|{'---|' * len(COUNTS)}")
+    print(f"| killed | {' | '.join(COUNTS)} |\n|---|{'---|' * len(COUNTS)}")
     for kind, counts in totals.items():
         print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COUNTS)} |")
     return 1 if unclean else 0

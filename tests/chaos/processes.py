@@ -1,4 +1,4 @@
-"""The processes of a round: those that may be killed, those that join, and what is left of them at its end."""
+"""The processes of a round: some may be killed, some join, and none may remain at the end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Processes:
-    """R-workers by the name that the engine has for each: one process of every rank."""
+    """The R-workers' processes by the engine's names for them, one process per rank each."""
 
     def __init__(self, cleanup: contextlib.ExitStack, told_to_end: Path) -> None:
-        """``cleanup`` ends those that were started here. ``told_to_end``: written before an MPI job is made to end."""
+        """``cleanup`` ends the started processes. ``told_to_end``: a file to write before an MPI job is ended."""
         self._cleanup, self.told_to_end = cleanup, told_to_end
         self._by_name: dict[str, list[int]] = {}
         self._flags: tuple[str, ...] = ()
 
     def listen(self, count: int, *flags: str) -> str:
-        """Addresses of ``count`` R-workers that are started, as ``--r-workers`` takes them."""
+        """Start ``count`` R-workers; return their addresses in the form of ``--r-workers``."""
         addresses = []
         for _ in range(count):
             process, address = self._cleanup.enter_context(r_workers.listening(*flags))
@@ -41,7 +41,7 @@ class Processes:
         return ",".join(addresses)
 
     def find(self, engine: LLMEngine, *flags: str) -> None:
-        """Look for those that ``engine`` has started, of all ranks; those that join later get ``flags``."""
+        """Find the R-workers that ``engine`` has started for all ranks. Later joining ones get ``flags``."""
         self._flags = flags
         by_parent: dict[int, list[int]] = {}
         for each in sorted(psutil.Process().children(recursive=True), key=lambda each: each.create_time()):
@@ -53,13 +53,13 @@ class Processes:
             self._by_name[engine.r_workers[index].name] = list(pids)
 
     def pids(self, name: str) -> list[int]:
-        """Of R-worker ``name``, one of each rank; none where it has no process of its own, or one of an MPI job."""
+        """Return the process ids of R-worker ``name``, one per rank; empty if it has no process of its own."""
         if name not in self._by_name and ":" in name:
             self._by_name |= {f"{name.rpartition(':')[0]}:{port}": [pid] for port, pid in _actors()}
         return self._by_name.get(name, [])
 
     def join(self, engine: LLMEngine) -> None:
-        """Start an R-worker of each rank that joins ``engine``."""
+        """Start an R-worker per rank that joins ``engine``."""
         host, _, port = (engine.config.pool_listen or "").rpartition(":")
         started = [
             self._cleanup.enter_context(r_workers.joining(f"{host}:{int(port) + rank}", *self._flags))
@@ -68,7 +68,7 @@ class Processes:
         self._by_name[started[0][1]] = [process.pid for process, _ in started]
 
     def prefill_workers(self) -> list[int]:
-        """Those that the engine has started and that live, by age."""
+        """Return the living prefill workers that the engine started, oldest first."""
         found = []
         for each in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
@@ -77,7 +77,7 @@ class Processes:
         return sorted(found)
 
     def mpi_ranks(self) -> list[int]:
-        """The R-workers of this process's MPI job, by age."""
+        """Return the R-workers of this process's MPI job, oldest first."""
         found = []
         for each in psutil.Process(os.getppid()).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -87,7 +87,7 @@ class Processes:
 
 
 def _actors() -> Iterable[tuple[int, int]]:
-    """Port and process id of R-workers on Ray, with every port that each of them listens at."""
+    """Yield each listening port of R-workers on Ray, with the process id."""
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "ray::RWorkerActor" in " ".join(each.cmdline()):
@@ -97,13 +97,13 @@ def _actors() -> Iterable[tuple[int, int]]:
 
 
 class Leftovers:
-    """What a round leaves behind: processes, also of those that were killed, shared memory, descriptors and files.
+    """Checks what a round leaves behind: processes, shared memory, file descriptors and files.
 
-    This process becomes the parent of all processes whose parent has died, until its own end.
+    This process adopts all orphaned processes until its own end.
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: for temporary files, which processes started from now on make there."""
+        """``folder``: the temporary folder of processes that are started from now on."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._folder = folder
         folder.mkdir(exist_ok=True)
@@ -112,19 +112,19 @@ class Leftovers:
         self._memory = Counter[str]()
 
     def begin(self) -> None:
-        """What is there now does not count."""
+        """Ignore everything that exists now."""
         self._before = {each.pid for each in psutil.Process().children(recursive=True)}
         self._files = set(self._folder.iterdir())
         self._memory = _memfds()
 
     def look(self) -> None:
-        """Remember the shared memory that this process, and those that it started, have now."""
+        """Remember the shared memory of this process and of those that it started."""
         for pid in [os.getpid(), *(each.pid for each in self._children())]:
             with contextlib.suppress(OSError):
                 self._segments |= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
 
     def faults(self) -> list[str]:
-        """One line for each thing that is still there END_SECONDS after the end of the round."""
+        """Return a line for each thing that still exists END_SECONDS after the round's end."""
         deadline = time.monotonic() + END_SECONDS
         while self._children() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -145,7 +145,7 @@ class Leftovers:
 
 
 def _memfds() -> Counter[str]:
-    """Files in memory, without a name elsewhere, that this process has open or has mapped, by name."""
+    """Return the memory files (memfd) that this process has open or mapped, counted by name."""
     found = Counter[str]()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

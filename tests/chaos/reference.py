@@ -1,4 +1,4 @@
-"""The models of a round, and what one R-worker that nothing befalls makes of its requests."""
+"""The models of a round, and the answers of one undisturbed R-worker to its requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ALONE = (
     "dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption", "mamba_ssm_cache_dtype",
     "quantization",
 )  # fmt: skip
-"""Settings that the reference has as well."""
+"""Settings that the reference shares with the round."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: its tokens, its text, and the reason for its end."""
+    """One completion: its tokens, its text and its finish reason."""
 
     tokens: tuple[int, ...]
     text: str
@@ -35,13 +35,12 @@ class Answer:
 
 
 Answers = dict[int, list[Answer]]
-"""The completions of each request that has any."""
+"""The completions of each answered request."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What comes of the requests, in how many steps, and the bytes of a block of the model's cache, and of what
-    R-workers keep of its weights."""
+    """The reference: its answers, its number of steps, and the bytes of a cache block and of weights on R-workers."""
 
     answers: Answers
     num_steps: int
@@ -49,12 +48,12 @@ class Reference:
     weight_bytes: int
 
     def write(self, path: Path) -> None:
-        """As JSON, for another process."""
+        """Write the reference as JSON for another process."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Reference:
-        """What ``write`` has written."""
+        """Return the reference that ``write`` wrote."""
         told = json.loads(path.read_text())
         answers = {
             int(number): [Answer(tuple(each["tokens"]), each["text"], each["finish_reason"]) for each in several]
@@ -64,7 +63,7 @@ class Reference:
 
 
 def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
-    """The model in ``folder``, which is made if it is not there; the package's own has its name."""
+    """Return the model in ``folder``, made on first use; for the package's model, its name."""
     if name == DEMO:
         return str(EngineConfig().model)
     is_long = drawn.settings["max_model_len"] > model_zoo.POSITIONS
@@ -81,7 +80,7 @@ def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
 
 
 def engine_config(drawn: Configuration, folder: Path, **settings: Any) -> EngineConfig:
-    """``settings`` of an engine for the round's model; ConfigError where they are refused together."""
+    """Return ``settings`` of an engine for the round's model. Raise ConfigError if they conflict."""
     name = drawn.architecture
     common: dict[str, Any] = {"model": model_folder(name, drawn, folder), "device": "cpu", "s_threads": 1}
     common |= {"skip_tokenizer_init": name != DEMO}
@@ -92,7 +91,7 @@ def engine_config(drawn: Configuration, folder: Path, **settings: Any) -> Engine
 
 
 def compute_reference(drawn: Configuration, folder: Path) -> Reference:
-    """By one R-worker that nothing befalls."""
+    """Return the answers of one undisturbed R-worker."""
     settings = {name: drawn.settings[name] for name in ALONE if name in drawn.settings}
     more = {"r_workers": "inproc:1", "r_threads": 1, "kv_cache_memory": "256MiB", "schedule": "stall-free"}
     engine = LLMEngine(engine_config(drawn, folder, **settings, **more))
@@ -111,19 +110,19 @@ def compute_reference(drawn: Configuration, folder: Path) -> Reference:
 
 
 def prompt_of(ask: Ask) -> Any:
-    """As the engine takes it."""
+    """Return the request's prompt in the engine's form."""
     return ask.prompt if isinstance(ask.prompt, str) else {"prompt_token_ids": ask.prompt}
 
 
 def params_of(ask: Ask) -> SamplingParams:
-    """As the engine takes them."""
+    """Return the request's sampling parameters."""
     form = ask.params.get("structured_outputs")
     more = {"structured_outputs": StructuredOutputsParams(**form)} if form else {}
     return SamplingParams(**ask.params | more)
 
 
 def take(outputs: list[RequestOutput], found: Answers) -> None:
-    """Enter the newest outputs in ``found``."""
+    """Store the newest outputs in ``found``."""
     for output in outputs:
         found[int(output.request_id)] = [
             Answer(tuple(each.token_ids), each.text, each.finish_reason) for each in output.outputs

@@ -1,8 +1,9 @@
-"""One round: what befalls an engine, and everything that must hold of it nevertheless."""
+"""One round: an engine, the events, and all conditions that must still hold."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 import traceback
 from collections import Counter
@@ -16,7 +17,7 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.ports import free_port
 from helpers.prefill_workers import AnyParts
 
-from chaos.configuration import Ask, Configuration, accepted_settings
+from chaos.configuration import SPARSE, Ask, Configuration, accepted_settings
 from chaos.events import Events
 from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
@@ -28,12 +29,12 @@ MOST_STEPS = 4000
 AMPLE_TOKENS = 40_000
 RAY_SECONDS = 60.0
 LOOK_STEPS = 8
-"""Steps between two looks at the shared memory that processes have."""
+"""Steps between two checks of the processes' shared memory."""
 
 
 @dataclass
 class Result:
-    """``faults``: one line each, "kind: what"; none is a clean round. ``counts``: what befell it, and of what."""
+    """The result of a round: ``faults``, each a line "kind: text", and ``counts`` of what happened."""
 
     faults: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -41,11 +42,10 @@ class Result:
     settings: str = ""
 
     def fault(self, what: str) -> None:
-        """Note it."""
         self.faults.append(what)
 
     def compare(self, number: int, wanted: list[Any], found: list[Any]) -> None:
-        """Note where the completions of request ``number``, tokens or text, are others than ``wanted``."""
+        """Record a fault if the completions of request ``number`` differ from ``wanted``."""
         self.counts["sequences"] += len(wanted)
         self.counts["tokens"] += sum(map(len, wanted))
         found = found or [wanted[0][:0]] * len(wanted)
@@ -74,7 +74,7 @@ class Round:
         self.result = Result()
 
     def run(self, wanted: Reference) -> Result:
-        """What of ``wanted`` does not come, or whatever is raised, is a fault."""
+        """Run the round. A missing answer of ``wanted`` and any exception are faults."""
         try:
             with self._cleanup:
                 engine = self._begin(wanted)
@@ -88,9 +88,10 @@ class Round:
         return self.result
 
     def _begin(self, wanted: Reference) -> LLMEngine:
-        """The engine of the round, with as many of its settings as are taken together."""
+        """Start the round's engine with as many of its settings as are accepted together."""
         drawn = self.drawn
         settings = self._accepted()
+        settings |= drawn_audit(drawn)
         memory = cache_bytes(drawn, wanted, "kv_shard_tokens" in settings)
         flags = ("--kv-cache-memory", str(memory))
         if drawn.pool == "tcp":
@@ -114,7 +115,7 @@ class Round:
         return engine
 
     def _accepted(self) -> dict[str, Any]:
-        """The settings of the round without those that are refused together with others."""
+        """Return the round's settings without those that are refused together."""
         pool = "mpi" if self.drawn.pool == "mpi" else f"spawn:{self.drawn.num_workers}"
         return accepted_settings(
             self.drawn,
@@ -123,7 +124,7 @@ class Round:
         )
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
-        """Note of each sequence that is given up whether it really fits on no R-worker that is left."""
+        """Check of each sequence that is given up that it fits no remaining R-worker."""
         lost, config = engine.scheduler.members.lost, engine.config
 
         def watched(worker: int) -> Any:
@@ -160,13 +161,17 @@ class Round:
             self.result.faults += events.faults
             self.result.log += events.log + [f"nothing to befall: {each}" for each in events.left]
             self.result.counts += events.counts
+            changes = engine.membership.changes
+            if changes.faulty or changes.undecided:
+                self.result.fault(f"audit: a false alarm: {changes.faulty} named, {changes.undecided} undecided")
+            self.result.counts["audited"] = changes.audited
             self.result.counts["steps"] = events.step
             self.result.counts["events"] = len(events.log)
             self.result.counts["missed"] = len(events.left)
             self.result.counts["preemptions"] = engine.scheduler.statistics.preemptions
 
     def _wait_for_ray(self, engine: LLMEngine, events: Events) -> None:
-        """Until Ray has replaced the actors that were killed; then the round is run once more."""
+        """Wait until Ray has replaced the killed actors; then run the round once more."""
         deadline = time.monotonic() + RAY_SECONDS
         while events.counts["joins"] < events.counts["kills"]:
             if time.monotonic() > deadline:
@@ -176,7 +181,7 @@ class Round:
             time.sleep(0.02)
 
     def _steps(self, engine: LLMEngine, events: Events, wanted: Answers) -> Iterator[Any]:
-        """The outputs of each step; what is aborted or refused is no more in ``wanted``."""
+        """Yield the outputs of each step; drop aborted and refused requests from ``wanted``."""
         waiting = sorted(enumerate(self.drawn.asks), key=lambda each: each[1].step)
         begin = events.step
         while waiting or engine.has_unfinished_requests():
@@ -196,7 +201,7 @@ class Round:
                 return
 
     def _add(self, engine: LLMEngine, number: int, ask: Ask, wanted: Answers) -> None:
-        """Refused where it fits on none of the R-workers that are left, as the error says."""
+        """Add a request. It may be refused only if it fits no remaining R-worker."""
         try:
             engine.add_request(str(number), prompt_of(ask), asking(engine, number, params_of(ask)))
         except RequestError as error:
@@ -216,8 +221,15 @@ class Round:
             self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
 
 
+def drawn_audit(drawn: Configuration) -> dict[str, Any]:
+    """Half the rounds audit a share of their rows, where the model has some."""
+    rng = random.Random(f"audit {drawn.seed}")
+    has_rows = drawn.architecture not in SPARSE and drawn.settings.get("latent_absorption") != "r"
+    return {"audit": rng.choice([0.02, 0.3, 1.0])} if has_rows and rng.random() < 0.5 else {}
+
+
 def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingParams:
-    """One request of three asks for attention sources, where they can be told: its tokens are the same."""
+    """Return ``params`` of one request in three with attention sources, if possible; tokens must not change."""
     wanted = replace(params, attention_sources=4)
     try:
         engine.world.sources.check(wanted)
@@ -227,7 +239,7 @@ def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingPa
 
 
 def source_faults(output: RequestOutput) -> list[str]:
-    """What is wrong with the last token's sources; they are missing only where an R-worker was lost."""
+    """Return what is wrong with the last token's attention sources. They may be missing only after a loss."""
     faults = []
     for completion in output.outputs:
         told = completion.all_sources
@@ -242,7 +254,7 @@ def source_faults(output: RequestOutput) -> list[str]:
 
 
 def cache_bytes(drawn: Configuration, wanted: Reference, has_ranges: bool) -> int:
-    """Of each R-worker; without ranges it holds a longest sequence at least."""
+    """Return the cache bytes of each R-worker. Without ranges, one holds at least a longest sequence."""
     num_tokens = drawn.memory_tokens or AMPLE_TOKENS
     if not has_ranges:
         num_tokens = max(num_tokens, drawn.settings["max_model_len"] + 64)

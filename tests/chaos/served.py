@@ -1,4 +1,4 @@
-"""Rounds over ``fastdecode serve``: clients read streams, some leave, and R-workers go and come meanwhile."""
+"""Rounds over ``fastdecode serve``: clients read streams, some disconnect, and R-workers come and go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chaos.reference import Reference, model_folder
 from chaos.round import Result, cache_bytes
 
 STEP_SECONDS = 0.02
-"""How long after the server's start a request of step 1 comes."""
+"""Seconds after the server's start at which a request of step 1 arrives."""
 
 PATIENCE_SECONDS = 60.0
 NAMES = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "num_mini_batches", "max_num_seqs", "schedule")
@@ -36,7 +36,7 @@ NAMES += ("max_num_batched_tokens", "kv_replicas", "prefill_scratch", "quantizat
 
 @dataclass
 class Stream:
-    """What came of a streamed completion: the status, the text of each choice and the reason for its end."""
+    """The outcome of a streamed completion: status, text of each choice, and finish reason."""
 
     status: int = 0
     texts: dict[int, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class ServedRound:
         self.result = Result()
 
     def run(self, wanted: Reference) -> Result:
-        """What of ``wanted`` does not come, or whatever is raised, is a fault."""
+        """Run the round. A missing answer of ``wanted`` and any exception are faults."""
         try:
             with self._cleanup:
                 self._server = self._cleanup.enter_context(self._serve(wanted))
@@ -96,13 +96,13 @@ class ServedRound:
         return serving(self._folder, *flags[2:], "--r-workers", ",".join(addresses), is_bare=True)
 
     def _find_workers(self) -> None:
-        """Those that the server has started."""
+        """Find the processes of R-workers that the server has started."""
         for each in psutil.Process(self._server.process.pid).children():
             if "--control-fd" in each.cmdline():
                 self._workers.append(each.pid)
 
     async def _befall(self, wanted: Reference) -> list[Stream]:
-        """Clients and events beside each other."""
+        """Run clients and events concurrently."""
         staying = [number for number, ask in enumerate(self.drawn.asks) if ask.abort is None]
         characters = sum(len(each.text) for number in staying for each in wanted.answers[number])
         clients = [asyncio.create_task(self._ask(ask)) for ask in self.drawn.asks]
@@ -132,7 +132,7 @@ class ServedRound:
             self._progress += len(choice["text"])
 
     def _happen(self, event: Event) -> str:
-        """In a thread beside the clients; "" where it can befall nothing now."""
+        """Trigger ``event`` in a thread beside the clients; return "" if it has no target now."""
         actions: dict[str, Callable[[], str]] = {
             "kill": lambda: self._signal(event.target, signal.SIGKILL),
             "kill two": lambda: self._signal(event.target, signal.SIGKILL, 2),
@@ -147,7 +147,7 @@ class ServedRound:
         return done
 
     def _signal(self, target: int, number: signal.Signals, count: int = 1) -> str:
-        """Once every R-worker that stands is counted in, and only where one is left."""
+        """Send a signal to R-workers once all present ones have joined, if at least one remains."""
         standing = self._standing()
         if len(standing) <= count or total(self._server, "fastdecode:r_workers_alive") < len(standing):
             return ""
@@ -187,7 +187,7 @@ class ServedRound:
                     self.result.fault(f"tokens: request {number} ends for {reasons}")
 
     def _end(self) -> None:
-        """Nothing is held, all R-workers are counted, and the server ends as it is told to."""
+        """Check that nothing is held and all R-workers are counted, and that the server ends on SIGTERM."""
         try:
             wait_until_idle(self._server)
         except AssertionError as error:

@@ -1,8 +1,8 @@
-"""An attention backend that can be checked by hand: plain numpy, one row at a time, every call checked.
+"""An attention backend in plain numpy that can be checked by hand. It checks every call.
 
-If all values of a sequence are c, its output is c (without sinks). Slow on purpose: it is the oracle of the real ones.
-Keys and values stay float32 whatever the KV dtype, which only rounds what is exported; int8 and int4 are refused, since
-their codes and scales are the R-worker's own.
+If all values of a sequence are c, its output is c (without sinks). It is the slow oracle of the real backends. Keys and
+values stay float32; the KV dtype only rounds exports. It refuses int8 and int4, whose codes and scales belong to
+R-workers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Cached:
     values: list[np.ndarray]
 
     def first(self, num_tokens: int) -> _Cached:
-        """A copy of the first tokens."""
+        """Return a copy of the first ``num_tokens`` tokens."""
         return _Cached(num_tokens, [k[:num_tokens] for k in self.keys], [v[:num_tokens] for v in self.values])
 
 
 @dataclass
 class _Incoming:
-    """The sequence of a job, its tokens once it is whole, and the rows that are missing: (layer, token)."""
+    """A sequence that a job fills: its tokens once complete, and its missing (layer, token) rows."""
 
     sequence_id: int
     num_tokens: int
@@ -44,7 +44,7 @@ class _Incoming:
 
 @dataclass
 class FakeBackend:
-    """``AttentionBackend`` for float32 models; keeps every sequence of one or more pretended R-workers in a dict."""
+    """An ``AttentionBackend`` for float32 models. It keeps all sequences of several pretended R-workers in one dict."""
 
     num_workers: int = 1
     num_blocks: int = 1 << 20
@@ -175,7 +175,7 @@ class FakeBackend:
         self.cached[sequence_id] = _Cached(start + num_tokens, *new)
 
     def store(self, job_id: int, layer: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """What a KV port does: rows [num_rows, num_kv_heads, dim], float32, of a sequence that is incoming."""
+        """Store rows [num_rows, num_kv_heads, dim], float32, of an incoming sequence, as a KV port does."""
         job = self.incoming[job_id]
         sequence = self.cached[job.sequence_id]
         rows = {(layer, token) for token in range(start, start + len(k))}
@@ -238,7 +238,7 @@ class FakeBackend:
 
 
 def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, layer: Layer) -> np.ndarray:
-    """o [num_heads, dim] of the query at ``position``, q [num_heads, dim], over [tokens, num_kv_heads, dim]."""
+    """Return o [num_heads, dim] for q [num_heads, dim] at ``position``, over [tokens, num_kv_heads, dim]."""
     first = max(0, position + 1 - layer.window) if layer.window else 0
     first = position - position % layer.window if layer.chunked else first
     group = layer.num_heads // layer.num_kv_heads
@@ -257,14 +257,14 @@ def attend_row(q: np.ndarray, keys: np.ndarray, values: np.ndarray, position: in
 
 
 def _token_bytes(keys: np.ndarray, values: np.ndarray, kv_dtype: str) -> np.ndarray:
-    """One layer's part of an export."""
+    """Return one layer's part of an export."""
     flat = [part.reshape(len(part), part.shape[1] * part.shape[2]) for part in (keys, values)]
     rows = np.concatenate(flat, axis=1)
     return to_wire(rows, kv_dtype).view(np.uint8).reshape(-1)
 
 
 def _from_token_bytes(data: np.ndarray, layer: Layer, num_tokens: int, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of one layer's part of an export."""
+    """Return keys and values from one layer's part of an export."""
     rows = from_wire(data.copy().view(WIRE_DTYPE[kv_dtype]), kv_dtype).reshape(num_tokens, layer.kv_elements)
     keys, values = np.split(rows, [layer.num_kv_heads * layer.key_head_dim], axis=1)
     return (

@@ -1,4 +1,4 @@
-"""A stand-in for ``torch.cuda`` on CPU tensors, whose copies happen late and whose memory holds NaN until they land."""
+"""A stand-in for ``torch.cuda`` on CPU tensors. Copies happen late; until then their target holds NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.sworker.run.cuda_staging import CudaStaging
 
 
 class FakeStream:
-    """Work in order. The compute stream does it at once, as CPU tensors do; the others when an event is awaited."""
+    """A stream of work in order. The compute stream works at once, the others when an event is awaited."""
 
     def __init__(self, gpu: FakeGpu, name: str) -> None:
         self.gpu, self.name = gpu, name
@@ -38,7 +38,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Has happened once it was asked ``polls`` times since it was recorded."""
+    """An event that has happened once it was asked ``polls`` times after it was recorded."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.stream, self.count = gpu, gpu.compute, -1
@@ -68,7 +68,7 @@ class FakeEvent:
 
 @dataclass
 class FakeGpu:
-    """In place of ``cuda_staging.Gpu``. ``polls``: how late the first copies down are, one number each."""
+    """Replaces ``cuda_staging.Gpu``. ``polls``: how late each of the first copies to the host is."""
 
     polls: deque[int] = field(default_factory=deque)
     default_polls: int = 0
@@ -106,7 +106,7 @@ class FakeGpu:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
         assert target.is_contiguous() and source.is_contiguous() and target.shape == source.shape
         self.log.append(f"copy {stream.name}")
-        target.fill_(torch.nan)  # what is there before the copy has run must not be read
+        target.fill_(torch.nan)  # memory must not be read before the copy has run
         stream.add(lambda: target.copy_(source))
 
 

@@ -1,8 +1,8 @@
-"""A CUDA graph on the CPU: the operations that ran in a capture, run again on the addresses they ran on.
+"""A CUDA graph on the CPU: repeats the operations of a capture on the same addresses.
 
-Like a real one it knows no Python: whatever number was read, shape was taken or branch was chosen in the capture stays
-as it was. It is stricter in one thing: once a graph of another forward ran in the same memory pool, whatever an
-earlier forward kept there is gone (real pools may use that memory again, and may not).
+Like a real graph it knows no Python: numbers, shapes and branches stay as in the capture. It is stricter in one way.
+Once a graph of another forward has run in the same memory pool, it overwrites what earlier forwards kept there, as a
+real pool may.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ READS_BACK = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Pool:
-    """Graphs that share memory; ``forwards`` has those of one forward together."""
+    """Graphs that share memory; ``forwards`` groups the graphs of each forward."""
 
     def __init__(self) -> None:
         self.forwards: list[list[RecordedGraph]] = []
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Records what runs while it is entered; ``replay`` runs it again."""
+    """Records the operations within its context; ``replay`` runs them again."""
 
     def __init__(self, pool: Pool, forward: list[RecordedGraph]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class RecordedGraph(TorchDispatchMode):
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and keep it."""
+        """Run an operation and record it."""
         if READS_BACK & set(func.tags):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         out = func(*args, **(kwargs or {}))
@@ -48,7 +48,7 @@ class RecordedGraph(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        """Every operation again, its results put where the first ones were."""
+        """Run every operation again, and write its results where the first ones were."""
         self.replays += 1
         for forward in self.pool.forwards:
             for graph in forward if forward is not self.forward else ():
@@ -59,14 +59,14 @@ class RecordedGraph(TorchDispatchMode):
                     old.copy_(new)
 
     def lose(self) -> None:
-        """Overwrite whatever was made here: another graph uses the memory."""
+        """Overwrite all results of this graph, since another graph uses the memory."""
         for each in self.made.values():
             if each.is_floating_point():
                 each.fill_(torch.nan)
 
 
 class FakeRecorder:
-    """In place of ``cuda_graphs.GraphRecorder``; ``num_layers`` tells it where a forward's graphs end."""
+    """Replaces ``cuda_graphs.GraphRecorder``. ``num_layers`` tells where a forward's graphs end."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -96,10 +96,10 @@ class FakeRecorder:
         graph.__exit__(None, None, None)
 
     def replays(self) -> list[list[int]]:
-        """How often each graph ran, forward by forward."""
+        """Return how often each graph ran, by forward."""
         return [[graph.replays for graph in forward] for pool in self.pools for forward in pool.forwards]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of ``tree``."""
+    """Return the tensors among the leaves of ``tree``."""
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]

@@ -15,7 +15,7 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class Kept(NamedTuple):
-    """A row that an R-worker stored: the sequence it is of, its place there, and the labels of its key and value."""
+    """A stored row: its sequence, its position, and the labels of its key and value."""
 
     sequence_id: int
     position: int
@@ -24,10 +24,9 @@ class Kept(NamedTuple):
 
 
 class LabellingWorker(PoolWorker):
-    """``PoolWorker`` over rows whose elements are all one number, their label. It merges to the query's label.
-
-    ``kept``: what was stored, in order; ``asked``: (sequence id, label) of each row that attended. At call
-    ``last_call`` it is lost.
+    """A ``PoolWorker`` over rows whose elements all equal one number, their label. Merging gives the query's label.
+    ``kept``: stored rows in order. ``asked``: (sequence id, label) of each attending row. It is lost at call
+    ``last_call``.
     """
 
     def __init__(self, name: str, last_call: int = 1 << 60) -> None:
@@ -102,6 +101,6 @@ def _rows(partials: np.ndarray | None) -> np.ndarray:
 
 
 def _label(row: np.ndarray) -> float:
-    """The one number of all elements."""
+    """Return the one number that all elements equal."""
     (label,) = set(row.ravel().tolist())
     return float(label)

@@ -10,9 +10,8 @@ from fastdecode.perfmodel.lab.measure.decode_rig import InstantBackend
 
 
 class Recorder(InstantBackend):
-    """Answers with zeros; a result is ready once ``ready`` was asked ``polls[mini_batch]`` times since its submit.
-
-    ``log``: every submit, as "A0" for mini-batch 0, layer 0. ``polled``: how often ``ready`` was asked in all.
+    """Answers with zeros. A result is ready after ``polls[mini_batch]`` calls of ``ready`` since its submit.
+    ``log``: every submit, as "A0" for mini-batch 0, layer 0. ``polled``: number of calls of ``ready``.
     """
 
     def __init__(self, polls: dict[int, int] | None = None, delay_seconds: float = 0.0) -> None:
@@ -34,7 +33,7 @@ class Recorder(InstantBackend):
         return self.asked[mini_batch] > self.polls.get(mini_batch, 0)
 
     def collect(self, mini_batch: int) -> np.ndarray:
-        if self.delay_seconds:  # even sleep(0) gives the core away
+        if self.delay_seconds:  # even sleep(0) yields the core
             time.sleep(self.delay_seconds)
         return np.zeros(self._shapes[mini_batch], np.float32)
 

@@ -1,1 +1,1 @@
-"""Makers of what tests share: models, engines, R-worker processes, MPI jobs, steps of a backend."""
+"""Helpers that several tests share: models, engines, R-worker processes, MPI jobs, steps of a backend."""

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over its DevTools protocol: enough to open a page, ask it things, and take its picture."""
+"""Headless Chromium, controlled over its DevTools protocol: opens a page, evaluates JavaScript, takes pictures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FLAGS = (
 
 
 class Tab:
-    """One page."""
+    """One page of the browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._count = socket, 0
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result; RuntimeError where it fails."""
+        """Run one command of the protocol; return its result. Raise RuntimeError if it fails."""
         self._count += 1
         await self._socket.send_json({"id": self._count, "method": method, "params": params})
         async for message in self._socket:
@@ -43,7 +43,7 @@ class Tab:
         raise RuntimeError("Chromium is gone")
 
     async def open(self, url: str, width: int, height: int, dark: bool = False) -> None:
-        """Load ``url`` in a window of CSS pixels; it is a phone's where it is narrow."""
+        """Load ``url`` in a window of this size in CSS pixels, as a phone does if it is narrow."""
         phone = width < 600
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1,
@@ -54,14 +54,14 @@ class Tab:
         await self.call("Page.navigate", url=url)
 
     async def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     async def wait_for(self, expression: str, seconds: float = 60.0) -> None:
-        """Until a JavaScript expression is true, which it is not while it fails; TimeoutError names it."""
+        """Wait until a JavaScript expression is true; an exception counts as false. A TimeoutError names it."""
         guarded = f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"
         for _ in range(int(seconds / 0.1)):
             if await self.ask(guarded):
@@ -72,14 +72,14 @@ class Tab:
         )
 
     async def picture(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Save the whole page as PNG."""
         found = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextlib.asynccontextmanager
 async def browser() -> AsyncIterator[Tab]:
-    """A Chromium of its own, with an empty profile."""
+    """Start a Chromium with an empty profile within the context."""
     with tempfile.TemporaryDirectory() as profile:
         process = subprocess.Popen(
             [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"],

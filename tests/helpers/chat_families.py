@@ -1,4 +1,4 @@
-"""Chat templates of model families, cut down to what they write of users, assistants and tools, in each one's form."""
+"""Chat templates of model families, reduced to users, assistants and tools in each family's form."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ MISTRAL_LISTED = """{{- '<s>' }}{%- for m in messages %}{%- if m.role == 'assist
 
 @dataclass(frozen=True)
 class Family:
-    """A template; ``ends``: what the model's end-of-text tokens take away; what one of its messages can hold.
+    """A template. ``ends``: end-of-text tokens that outputs omit. The rest: what one message may contain.
 
-    ``parsers``: vLLM's names, for tool calls and thoughts. ``kwargs``: of the template, for a message that has
-    thoughts, and for one without.
+    ``parsers``: vLLM's names, for tool calls and reasoning. ``kwargs``: template arguments for messages with and
+    without reasoning.
     """
 
     template: str

@@ -1,4 +1,4 @@
-"""A small layout, three steps on two R-workers, and how to run them: what the contract of backends is tested with."""
+"""A small layout and three steps on two R-workers, for tests of the backends' contract."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Spans = Sequence[tuple[int, int, int, int]]
 
 
 def inproc() -> InprocBackend:
-    """Two R-workers of one thread."""
+    """Return a backend of two R-workers in this process, one thread each."""
     return InprocBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
 
 
 def spawn() -> SpawnBackend:
-    """The same as processes."""
+    """Return a backend of two R-worker processes."""
     return SpawnBackend([RWorkerSize(1 << 24, 1)] * 2, BLOCK_SIZE)
 
 
 def plan(mini_batches: Sequence[tuple[Spans, Spans]], controls: tuple[Spans, Spans] = ((), ())) -> StepPlan:
-    """The spans of both workers in each mini-batch, and the controls of both."""
+    """Return a plan of both workers' spans in each mini-batch, and both workers' controls."""
     return StepPlan(
         tuple(
             WorkerPlan(
@@ -48,7 +48,7 @@ def plan(mini_batches: Sequence[tuple[Spans, Spans]], controls: tuple[Spans, Spa
 
 
 def rows(mini_batch: tuple[Spans, Spans], index: int, layer: int) -> tuple[np.ndarray, ...]:
-    """q, k, v that depend on the sequence, the position and the layer only."""
+    """Return q, k, v that depend only on sequence, position and layer."""
     parts: list[list[np.ndarray]] = [[], [], []]
     spec = LAYERS[layer]
     shapes = (4, spec.key_head_dim), (spec.num_kv_heads, spec.key_head_dim), (spec.num_kv_heads, spec.value_head_dim)
@@ -62,7 +62,7 @@ def rows(mini_batch: tuple[Spans, Spans], index: int, layer: int) -> tuple[np.nd
 def run(
     backend: AttentionBackend, mini_batches: Sequence[tuple[Spans, Spans]], controls: tuple[Spans, Spans] = ((), ())
 ) -> tuple[list[np.ndarray], StepReport]:
-    """A whole step, mini-batches interleaved layer by layer and collected last first; every o in order."""
+    """Run a whole step, with mini-batches interleaved by layer and collected last first; return every o in order."""
     backend.begin_step(plan(mini_batches, controls))
     outputs = []
     used = [index for index, spans in enumerate(mini_batches) if spans[0] or spans[1]]
@@ -81,6 +81,6 @@ THIRD_CONTROLS = ([(Verb.TRUNCATE, 2, 0, 10)], [(Verb.RELEASE, 3, 0, 0)])
 
 
 def story(backend: AttentionBackend) -> list[np.ndarray]:
-    """Prompts that attend and that do not, decodes, a fork, a truncation, a release, empty mini-batches."""
+    """Run steps with prompts, decodes, a fork, a truncation, a release and empty mini-batches; return every o."""
     steps = (FIRST, ((), ())), (SECOND, SECOND_CONTROLS), (THIRD, THIRD_CONTROLS)
     return [o for mini_batches, controls in steps for o in run(backend, mini_batches, controls)[0]]

@@ -1,4 +1,4 @@
-"""Policies and drafters that force what the balance would decide."""
+"""Policies and drafters that force decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.engine.engine import LLMEngine
 
 
 class AlwaysMost:
-    """``DraftPolicy`` that always drafts as many tokens as it may."""
+    """A ``DraftPolicy`` that always drafts as many tokens as allowed."""
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
         return np.ones(len(tried))
@@ -35,9 +35,9 @@ class AlwaysMost:
 
 
 class Clairvoyant:
-    """``Drafter`` that knows the outputs, by prompt, and errs at random: each token with probability ``error``.
+    """A ``Drafter`` that knows the outputs by prompt; each token is wrong with probability ``error``.
 
-    A wrong one is followed by right ones, which must not be accepted.
+    After a wrong token come right ones, which must not be accepted.
     """
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], error: float, seed: int = 0) -> None:
@@ -60,7 +60,7 @@ class Clairvoyant:
 
 
 def always_draft(engine: LLMEngine, drafter: Drafter | None = None) -> None:
-    """Drafts in every step, whatever is the bottleneck; by ``drafter`` where one is given."""
+    """Make ``engine`` draft in every step, with ``drafter`` if given."""
     engine.scheduler.drafts.policy = AlwaysMost()
     if drafter:
         assert engine.speculation

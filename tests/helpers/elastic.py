@@ -1,4 +1,4 @@
-"""A job that goes on while R-workers come and go, and checks every token at its end."""
+"""A job that continues while R-workers come and go, and checks every token at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 class Job:
-    """24 sequences at a time through one engine, step by step; ``finish`` checks every token."""
+    """Runs 24 sequences at a time through one engine, step by step; ``finish`` checks every token."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
@@ -31,13 +31,13 @@ class Job:
         self.add_round()
 
     def add_round(self) -> None:
-        """24 more."""
+        """Add 24 more sequences."""
         for number, prompt in enumerate(model_zoo.prompts(NAME) * 3, len(self.wanted)):
             self.engine.add_request(str(number), prompt, GREEDY)
         self.wanted += [list(tokens) for tokens in model_zoo.reference(NAME).tokens] * 3
 
     def step_until(self, condition: Callable[[], bool], pause_seconds: float = 0.0) -> None:
-        """Go on until ``condition``, with another round where the last has ended: processes start when they can."""
+        """Run steps until ``condition`` is true; start another round whenever one has ended."""
         while not condition():
             if not self.engine.has_unfinished_requests():
                 self.add_round()

@@ -1,4 +1,4 @@
-"""What must hold of any engine that has nothing to do."""
+"""Checks that hold for any idle engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from helpers.r_workers import pool_of
 
 
 def assert_nothing_held(engine: LLMEngine) -> None:
-    """The R-workers hold the blocks that the scheduler counts, all of them retained prefixes, and give them up."""
+    """Check that R-workers hold exactly the counted blocks, all of retained prefixes, and can free them."""
     workers, pool = engine.scheduler.snapshot().r_workers, pool_of(engine)
     assert pool.blocks_used == sum(worker.num_blocks - worker.free for worker in workers)
     assert pool.blocks_used == sum(worker.retained for worker in workers)

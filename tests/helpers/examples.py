@@ -1,4 +1,4 @@
-"""How much of what is drawn at random a run of the tests looks at."""
+"""Chooses how many random examples and parameters a test run uses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 SEES_ALL = bool(os.environ.get("FASTDECODE_TEST_ALL"))
-"""``make test-all``; ``make test`` looks at a part."""
+"""True in ``make test-all``; ``make test`` runs only a part."""
 
 
 def examples(count: int) -> int:
-    """``count`` examples of a property, or an eighth of them, yet five."""
+    """Return ``count`` examples of a property; in ``make test`` an eighth of them, but at least five."""
     return count if SEES_ALL else max(5, count // 8)
 
 
 def thinned(values: Sequence[Any], every: int, first: int = 0) -> list[Any]:
-    """Parameters of which ``make test`` has each ``every``-th, from number ``first`` on, and ``make test-all`` all."""
+    """Return every ``every``-th of ``values`` from number ``first`` on; in ``make test-all`` all of them."""
     marks = [pytest.mark.thorough]
     return [pytest.param(value, marks=marks * ((i - first) % every > 0)) for i, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""S-workers that capture their graphs through the stand-in for CUDA graphs."""
+"""Makes S-workers capture their graphs through the stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.sworker.run.cuda_graphs import ModelGraphs
 
 
 class Unreplaced:
-    """In place of what is replaced on a CPU alone, behind the operations that the stand-in sees."""
+    """Disables replacements that are only for a CPU and that the stand-in for graphs cannot see."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         pass

@@ -1,6 +1,6 @@
-"""``python fork_server.py MODULES SOCKETS ROOM``: import the modules, then fork a process for each request.
+"""``python fork_server.py MODULES SOCKETS ROOM``: imports the modules, then forks a process for each request.
 
-A process of its own, which has one thread and neither pytest nor the tests in memory (see forks.py).
+The server has one thread, and neither pytest nor the tests in memory (see forks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def serve(tests: socket.socket, relays: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Answer with a process id each; returns in the new processes alone, with the request and its files."""
+    """Answer each request with a process id. Return only in the new processes, with the request and its files."""
     while True:
         with contextlib.suppress(ChildProcessError):  # forks of relays have ended
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -38,27 +38,27 @@ def serve(tests: socket.socket, relays: socket.socket) -> tuple[dict[str, Any], 
             between = os.getpid()
             grandchild = os.fork()
             if grandchild:
-                with contextlib.suppress(OSError):  # of a relay that was killed
+                with contextlib.suppress(OSError):  # the relay was killed
                     connection.sendall(grandchild.to_bytes(8, "little"))
                 if is_relayed:
                     watch(connection, grandchild)
                 os._exit(0)
-            while not is_relayed and os.getppid() == between:  # until the process between is gone
+            while not is_relayed and os.getppid() == between:  # wait until the process between them has ended
                 time.sleep(0.0002)
             return asked, files
         if is_relayed:
             connection.close()
         else:
             os.waitpid(child, 0)
-            connection.sendall(b"!")  # the new process has its parent
+            connection.sendall(b"!")  # the new process now has its parent
         for file in files:
             os.close(file)
 
 
 def watch(relay: socket.socket, fork: int) -> None:
-    """Tell a relay the status with which its fork ends; a relay that ends first was killed, and so is the fork."""
+    """Send a relay the exit status of its fork. If the relay ends first, it was killed, so kill the fork."""
     for file in {int(name) for name in os.listdir("/proc/self/fd")} - {relay.fileno()}:  # noqa: PTH208
-        with contextlib.suppress(OSError):  # that of the list itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             os.close(file)
     if relay.fileno() in select.select([relay.fileno(), os.pidfd_open(fork)], [], [])[0]:
         os.kill(fork, signal.SIGKILL)
@@ -72,11 +72,11 @@ def become(asked: dict[str, Any], files: list[int]) -> None:
     if asked["new_session"]:
         os.setsid()
     wanted = [0, 1, 2, *asked["pass_fds"]]
-    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # none in another's place
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # keep each file apart from the others' numbers
     for file, place in zip(apart, wanted, strict=True):
         os.dup2(file, place)
     for file in {int(name) for name in os.listdir("/proc/self/fd")} - set(wanted):  # noqa: PTH208
-        with contextlib.suppress(OSError):  # that of the list itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             os.close(file)
     for name in set(os.environ) - set(asked["env"]):
         del os.environ[name]
@@ -88,14 +88,14 @@ def become(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def show(words: bytes) -> None:
-    """As /proc/PID/cmdline: in the place of this program's own words."""
+    """Replace this program's words in /proc/PID/cmdline."""
     with open("/proc/self/stat") as file:  # noqa: PTH123
         start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
     ctypes.memmove(start, words[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def main() -> None:
-    """Import, then serve."""
+    """Import the modules, then serve."""
     tests, relays = (socket.socket(fileno=int(number)) for number in sys.argv[2].split(","))
     for module in sys.argv[1].split(","):
         importlib.import_module(module)
@@ -105,10 +105,10 @@ def main() -> None:
 
 
 def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
-    """Serve; in a new process, run its module's ``main``, or its script."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, and for forks
+    """Serve; in a new process, run the module's ``main`` or the script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests and for forks
     asked, files = serve(tests, relays)
-    for each in (tests, relays):  # or they would close, at the end, what has their numbers then
+    for each in (tests, relays):  # otherwise they would later close files that reuse their numbers
         each.close()
     become(asked, files)
     if asked["is_to_fork"]:
@@ -123,7 +123,7 @@ def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
 
 
 def begin_server() -> None:
-    """Let a fork of this process serve it, as this one's own server does."""
+    """Start a server for a fork of this process, as this process's own server does."""
     mine, theirs = socket.socketpair()
     relays = socket.socket(socket.AF_UNIX)
     relays.bind(f"\0fastdecode-tests-{os.getpid()}")

@@ -1,13 +1,13 @@
-"""Processes of ``fastdecode`` that start at once: forks of one that has imported what they need.
+"""Starts processes of ``fastdecode`` quickly, as forks of a process that has imported everything.
 
-``subprocess.Popen`` is replaced by ``ForkedPopen`` for the tests (conftest.py). A process so started is a child of the
-test process as any other: it has the words, the environment, the files and the session that were asked for, its own
-process id, and it ends by the same signals. Only the imports are not done again, which are most of what a start costs.
-What the rest of a start does (imports, variables that libraries read when they are loaded) is for `true_starts`.
+conftest.py replaces ``subprocess.Popen`` by ``ForkedPopen`` for the tests. A process started in this way is an ordinary
+child of the test process. It has the given words, environment, files and session, and its own process id; the same
+signals end it. Only the imports, most of a start's time, are not repeated. Tests of the rest of a start (imports,
+variables that libraries read when loaded) use `true_starts`.
 
-Processes of ``pytest -n`` are such forks, too, and have a server of their own from their beginning.
+Processes of ``pytest -n`` are such forks too, each with its own server.
 
-What mpirun starts is not the tests' child: it is a ``relayed`` command (relay.py), which stands for its fork.
+A process that mpirun starts is not the tests' child: it is a ``relayed`` command (relay.py), which stands for its fork.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ S_SIDE = tuple(
     f"fastdecode.{name}" for name in ("engine.compose.build", "cli.serve", "cli.prefill_worker", "cli.run_batch")
 )
 XDIST_WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
-"""How pytest-xdist starts a process that runs tests."""
+"""The command by which pytest-xdist starts a process that runs tests."""
 SERVER_VARIABLE = "FASTDECODE_TEST_FORK_SERVER"
-"""Tells a fork that runs tests of its own server: its process id, that of the server, and the socket's number."""
+"""Variable with a fork's own server: the fork's process id, the server's id, and the socket's number."""
 READ_EARLY = ("GOMP_", "HF_", "KMP_", "LD_", "LRU_", "MALLOC_", "OMP_", "ONEDNN_", "OMPI_", "PMIX_", "PYTHON", "TORCH_")
-"""Beginnings of variables that are read before the first line of a program, or by what it imports."""
+"""Prefixes of variables that are read before a program's first line, or by its imports."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STATE: dict[str, Any] = {"is_on": True, "servers": {}}
@@ -47,7 +47,7 @@ _LOCK = threading.Lock()
 
 
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """``subprocess.Popen`` that has a server fork processes of ``fastdecode``, and starts all others itself."""
+    """A ``subprocess.Popen`` that lets a server fork processes of ``fastdecode``, and starts all others itself."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, shell = rest[:7]
@@ -70,7 +70,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def true_starts() -> Iterator[None]:
-    """Within, all processes start from nothing."""
+    """Start all processes without forking within the context."""
     before, _STATE["is_on"] = _STATE["is_on"], False
     try:
         yield
@@ -79,8 +79,7 @@ def true_starts() -> Iterator[None]:
 
 
 def module_of(args: Any) -> tuple[str, list[str]] | None:
-    """The module of ``fastdecode`` or the script RANK_JOB that a command runs, or "-c" for XDIST_WORKER, and its words;
-    None for others."""
+    """Return what a command runs (a module of fastdecode, RANK_JOB or "-c") with its words; else None."""
     if isinstance(args, (str, bytes, os.PathLike)) or not args:
         return None
     words = [str(word) for word in args]
@@ -96,7 +95,7 @@ def module_of(args: Any) -> tuple[str, list[str]] | None:
 
 
 def relayed(words: Sequence[str]) -> list[str]:
-    """A command for others to start: what ``words`` do, in a fork of the S-side server; scripts (``-c``), too."""
+    """Return a command for other programs to start: it runs ``words``, also scripts (``-c``), in a fork."""
     module = ("-c", words[2:]) if list(words[:2]) == [sys.executable, "-c"] else module_of(words)
     if module is None or not _STATE["is_on"]:
         return list(words)
@@ -104,7 +103,7 @@ def relayed(words: Sequence[str]) -> list[str]:
 
 
 def _is_read_early(env: Any) -> bool:
-    """Whether ``env`` differs from this process's in what the server has read already."""
+    """Return whether ``env`` changes variables that the server has read already."""
     if env is None:
         return False
     names = {name for name in {*env, *os.environ} if name.startswith(READ_EARLY) and name != "PYTHONSAFEPATH"}
@@ -112,7 +111,7 @@ def _is_read_early(env: Any) -> bool:
 
 
 class _Server:
-    """A process that has imported what forks need; ``connection`` to it, and the ``address`` for relays."""
+    """A process that has imported what forks need. ``connection``: to the server. ``address``: for relays."""
 
     def __init__(self, connection: socket.socket, address: str, wait: Callable[[], object]) -> None:
         self.address = address
@@ -120,7 +119,7 @@ class _Server:
         atexit.register(self.end)
 
     def fork(self, asked: dict[str, Any], files: Sequence[int]) -> int:
-        """The id of a new child of this process; ``files``: its standard ones, and those of asked["pass_fds"]."""
+        """Fork, and return the child's id. ``files``: its standard files and those of asked["pass_fds"]."""
         data = json.dumps(asked).encode()
         with _adopting():
             socket.send_fds(self._socket, [len(data).to_bytes(8, "little")], list(files))
@@ -131,7 +130,7 @@ class _Server:
         return int.from_bytes(answer[:8], "little")
 
     def end(self) -> None:
-        """It ends when its socket closes; not by a fork of the tests' process."""
+        """End the server by closing its socket, unless this process is a fork of the tests' process."""
         if os.getpid() == self._owner:
             self._socket.close()
             self._wait()
@@ -143,7 +142,7 @@ def _start_server(modules: Sequence[str]) -> _Server:
     address = f"fastdecode-tests-{os.getpid()}-{len(modules)}"
     relays.bind("\0" + address)
     relays.listen()
-    room = "." * 4000  # which /proc shows as the words of its forks
+    room = "." * 4000  # /proc shows this as the words of the server's forks
     with theirs, relays:
         ends = theirs.fileno(), relays.fileno()
         command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), ",".join(modules)]
@@ -155,7 +154,7 @@ def _start_server(modules: Sequence[str]) -> _Server:
 
 
 def _own_server() -> _Server | None:
-    """The one that a fork was given when it began (fork_server.py)."""
+    """Return the server that a fork was given at its start (fork_server.py)."""
     process_id, server_id, number = map(int, os.environ.get(SERVER_VARIABLE, "0 0 0").split())
     if process_id != os.getpid():
         return None
@@ -174,7 +173,7 @@ def _server_of(is_r_worker: bool) -> _Server:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Within, a process whose parent has ended becomes a child of this one."""
+    """Adopt orphaned processes within the context."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _LOCK:
         if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):

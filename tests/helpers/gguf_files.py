@@ -1,4 +1,4 @@
-"""GGUF files of tiny transformers models, as llama.cpp's converter writes them."""
+"""GGUF files of tiny transformers models, in the form of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-"""llama.cpp's names of models that transformers calls otherwise."""
+"""llama.cpp's names of models that have another name in transformers."""
 
 TOKENS = ["<s>", "</s>", "<unk>", *(chr(code) for code in range(33, 127)), "Ġ", "ab"]
 """A byte-level vocabulary of 99 tokens."""
 
 
 def write(file: Path, model: Any, keys: Mapping[str, Any] | None = None, **tensors: Any) -> Path:
-    """Write ``model`` to ``file``, with ``keys`` (None: left out) and ``tensors`` beside, or in place of, its own.
+    """Write ``model`` to ``file``; ``keys`` and ``tensors`` add to its own or replace them; None removes a key.
 
-    A key without a dot in front is one of the architecture.
+    A key without a leading dot belongs to the architecture.
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -110,7 +110,7 @@ def _experts(block: str, leaf: str, weights: torch.Tensor) -> dict[str, np.ndarr
 
 
 def _interleaved(weights: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the rows of q or k in llama.cpp's order: pairs that rotate together lie side by side."""
+    """Return the rows of q or k in llama.cpp's order: pairs that rotate together are neighbors."""
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
 
 

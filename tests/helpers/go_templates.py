@@ -1,4 +1,4 @@
-"""Go's templates, as far as examples/helm uses them."""
+"""Renders Go templates, as far as examples/helm uses them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Tokens = list[str]
 
 
 def rendered(text: str, values: Any) -> str:
-    """Return ``text`` with ``.Values`` filled in: ``if``, ``range``, ``toJson``, ``quote``, ``append``, ``dict``,
-    ``and`` and ``not``; "{{-" takes the space before it away."""
+    """Return ``text`` with ``.Values`` filled in.
+    Supported are ``if``, ``range``, ``toJson``, ``quote``, ``append``, ``dict``, ``and``, ``not``, and "{{-", which
+    removes the space before it.
+    """
     parts = re.split(r"({{.*?}})", re.sub(r"\s*{{-", "{{", text), flags=re.DOTALL)
     found, rest = _block(parts, {"Values": values})
     assert not rest, "an end too many"
@@ -20,7 +22,7 @@ def rendered(text: str, values: Any) -> str:
 
 
 def _block(parts: Tokens, dot: Any) -> tuple[str, Tokens]:
-    """Return the text up to the block's end, and what comes after it."""
+    """Return the text up to the block's end, and the remaining parts."""
     found, rest = "", list(parts)
     while rest:
         part = rest.pop(0)
@@ -45,7 +47,7 @@ def _block(parts: Tokens, dot: Any) -> tuple[str, Tokens]:
 
 
 def value(words: str, dot: Any) -> Any:
-    """Return what an expression is; with "|" the last argument of a function comes first."""
+    """Return the value of an expression. After "|", the value becomes the last argument of a function."""
     *first, last = words.split("|")
     if first:
         return _call(f"{last} ({'|'.join(first)})", dot)
@@ -77,7 +79,7 @@ def _call(words: str, dot: Any) -> Any:
 
 
 def _arguments(words: str) -> Tokens:
-    """Return the words of an expression; brackets hold some together, and are taken away."""
+    """Return the words of an expression; words in brackets stay together, without the brackets."""
     found, depth = [""], 0
     for sign in words.strip():
         if sign in "()":

@@ -1,9 +1,9 @@
 """Seeded runs of a scheduler with all features mixed, through its public methods alone, and a digest of each.
 
-A run draws its limits, requests and events from one seed: R-workers that are lost between steps and in mid-step, join
-and drain; prompts of prefill workers that arrive late or fail; drafts, right and wrong; aborts; steps that fail. The
-digest covers the bytes of every plan, as R-workers get them, and the tokens of every sequence. It says nothing about
-right or wrong: a change that is to leave decisions as they are keeps all digests.
+A run draws its limits, requests and events from one seed. R-workers are lost between and within steps, join and drain.
+Prompts of prefill workers arrive late or fail. Drafts are right or wrong; requests are aborted; steps fail. The digest
+covers the bytes of every plan, as R-workers get them, and the tokens of every sequence. It does not judge them: a
+change that should not change decisions keeps all digests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from helpers.drafting import AlwaysMost
 
 MOST_STEPS = 600
 MODES = ["one copy"] * 4 + ["ranges"] * 3 + ["two copies"] * 3
-"""How caches are placed, drawn for each seed. What both together give is not in the traces: they were refused."""
+"""How caches are placed, drawn for each seed. The traces have no runs with both ranges and two copies."""
 
 
 EVENT_RATES = {"lose": 0.04, "lose within": 0.04, "join": 0.06, "drain": 0.05, "abort": 0.05, "fail": 0.04} | {
     "fail prompt": 0.2,
     "reset": 0.02,
 }
-"""Of each step, or of each prompt that was computed, in the runs that have such events."""
+"""Rate of each event, per step or per computed prompt, in runs with such events."""
 
 
 class SomePrompts:
-    """``PrefillPolicy`` that gives prefill workers about half of the prompts of at least ``least`` tokens."""
+    """A ``PrefillPolicy`` that sends about half of the prompts of at least ``least`` tokens to prefill workers."""
 
     def __init__(self, least: int) -> None:
         self._least, self._count = least, 0
@@ -65,7 +65,7 @@ class SomePrompts:
 
 @dataclass
 class GoldenRun:
-    """The run of one seed. ``mode``: one of MODES, instead of one that is drawn."""
+    """The run of one seed. ``mode``: one of MODES to use instead of a drawn one."""
 
     seed: int
     mode: str | None = None
@@ -91,7 +91,7 @@ class GoldenRun:
         self._rates = {kind: rng.choice([0.0, 0.0, rate]) for kind, rate in EVENT_RATES.items()}
 
     def _draw_requests(self, rng: random.Random) -> list[tuple[int, list[Sequence]]]:
-        """Arrival step and members of each; prompts share beginnings of two families."""
+        """Return the arrival step and the sequences of each request; prompts share the beginnings of two families."""
         requests = []
         for number in range(rng.randint(2, 14)):
             length, family = rng.randint(1, 60), rng.randrange(2)
@@ -145,7 +145,7 @@ class GoldenRun:
         )
 
     def digest(self) -> str:
-        """Run it to its end; 16 hexadecimal digits."""
+        """Run to the end; return the digest, 16 hexadecimal digits."""
         last = max(arrival for arrival, _ in self._requests)
         while self.num_steps <= last or self._alive:
             self._arrive()
@@ -234,7 +234,7 @@ class GoldenRun:
         step = self.scheduler.schedule(float(self.num_steps))
         self._note_plan(step)
         if not step.prefills and not step.arrived and self._happens("fail"):
-            return  # its controls were heard, its rows are forgotten
+            return  # R-workers received its controls; its rows are dropped
         for prefill in step.prefills:
             self._note("prefill", (prefill.job_id, prefill.sequence_id, prefill.stores[0].r_worker, prefill.parts))
             self._jobs.append((self.num_steps + self._rng.randint(1, 6), prefill))

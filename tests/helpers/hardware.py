@@ -39,7 +39,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True)
 class PlainMachine:
-    """So many seconds per step, per row and per KV token."""
+    """A machine with fixed seconds per step, per row and per KV token."""
 
     per_step: float = 1.0
     per_row: float = 0.0
@@ -57,13 +57,13 @@ class PlainMachine:
 
 
 def r_point(sequences: int, context: int, seconds: float, **other: Any) -> RPartPoint:
-    """Of an R-worker with 32 threads."""
+    """Return a measured point of an R-worker with 32 threads."""
     heads = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128, "threads": 32}
     return RPartPoint("float16", num_sequences=sequences, context_len=context, seconds=seconds, **heads | other)
 
 
 def profile() -> HardwareProfile:
-    """The paper's machine, as calibrate would write it: 0.1239 µs per token and 20 µs per call."""
+    """Return the paper's machine as calibrate would write it: 0.1239 µs per token and 20 µs per call."""
     return HardwareProfile(
         machine=MachineIdentity("cluster", "NVIDIA A10", "Epyc 7452", "avx2", "0.1.0"),
         shape=BUILT_IN["llama-7b"],

@@ -1,7 +1,7 @@
-"""One rank of a model in int8: hashes of the logits of 1 and of 64 rows, with 1 thread and with 2, for the tests.
+"""One rank of a model in int8; prints hashes of the logits of 1 and of 64 rows, with 1 thread and with 2.
 
-``python integer_logits.py INDEX SIZE PORT FOLDER…``: two lines per folder, "dtype hash hash…", by rank 0. An attention
-call is answered with the values themselves, so no R-worker takes part.
+``python integer_logits.py INDEX SIZE PORT FOLDER…``: rank 0 prints two lines per folder, "dtype hash hash…". Attention
+calls are answered with the values, so no R-worker takes part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS = [(7 + 31 * place) % 500 for place in range(64)]
 
 
 def digests(model: SModel) -> list[str]:
-    """Of the first row's logits, alone and among 64, and of all 64, by numbers of threads."""
+    """Return hashes of the first row's logits, alone and among 64, and of all 64, by number of threads."""
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)

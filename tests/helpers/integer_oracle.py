@@ -1,4 +1,4 @@
-"""Products of int8 codes in plain torch, operation by operation: what the C++ kernels must equal bit by bit."""
+"""Products of int8 codes in plain torch. The C++ kernels must equal them bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_PEAK = 1e-30
 
 
 def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Butterflies in float32, those of neighbours first; then reflections over 3, 5 and 7 parts."""
+    """Return rows after butterflies in float32, neighbors first, then reflections over 3, 5 and 7 parts."""
     apart, part = 1, block & -block
     while apart < part:
         pairs = rows.unflatten(-1, (-1, 2, apart))
@@ -28,7 +28,7 @@ def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def codes_and_scales(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers of -127 to 127 as float64 [rows, width], and float32 scales [rows]."""
+    """Return integers from -127 to 127 as float64 [rows, width], and float32 scales [rows]."""
     mixed = rotated(rows.float(), block)
     peaks = mixed.abs().amax(-1)
     small = peaks < LEAST_PEAK
@@ -40,7 +40,7 @@ def codes_and_scales(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torc
 def multiplied(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows [rows, inputs] times the quantized ``weight`` [outputs, inputs], in ``dtype``."""
+    """Return rows [rows, inputs] times the quantized ``weight`` [outputs, inputs], in ``dtype``."""
     codes, scales = codes_and_scales(rows, block)
     weight_codes, weight_scales = codes_and_scales(weight, block)
     sums = (codes @ weight_codes.T).float()  # exact in float64, rounded once
@@ -49,7 +49,7 @@ def multiplied(
 
 
 def exponential(x: torch.Tensor) -> torch.Tensor:
-    """The kernels' polynomial."""
+    """Return the kernels' polynomial approximation of exp(x)."""
     x = x.clamp(-87.0, 87.0)
     shifted = x * 1.44269504 + ROUNDER
     whole = shifted - ROUNDER
@@ -62,7 +62,7 @@ def exponential(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) · up, rounded to their dtype after each."""
+    """Return activation(gate) · up, rounded to the rows' dtype after each step."""
     x = gate.float()
     if activation == "silu":
         found = x / (1.0 + exponential(-x))
@@ -75,7 +75,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 def experts_multiplied(
     self: Any, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
 ) -> torch.Tensor:
-    """What ``ExpertProducts._multiplied`` must give."""
+    """Return the expected result of ``ExpertProducts._multiplied``."""
     out = torch.empty(len(x), columns, dtype=x.dtype)
     part = self.codes["down_proj" if packed is self._downs else "gate_up_proj"]
     for expert, own in groups:
@@ -88,7 +88,7 @@ def experts_multiplied(
 
 
 def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-    """What ``IntegerProduct.compute`` must give, from the codes that it keeps."""
+    """Return the expected result of ``IntegerProduct.compute``, from the codes that the product keeps."""
     x = rows.reshape(-1, rows.shape[-1])
     if activation != "none":
         x = gated(*x.chunk(2, -1), activation)

@@ -1,4 +1,4 @@
-"""The manifests of examples/kubernetes, as tests look at them."""
+"""Reads the manifests of examples/kubernetes for tests."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ Manifests = list[Manifest]
 
 
 def read(path: Path) -> Manifests:
-    """All documents of a file."""
+    """Return all documents of a file."""
     return [each for each in yaml.safe_load_all(path.read_text()) if each]
 
 
 def base() -> Manifests:
-    """What is applied without overlays."""
+    """Return the manifests without overlays."""
     return read(FOLDER / "base" / "fastdecode.yaml")
 
 
 def find(manifests: Manifests, kind: str, name: str) -> Manifest:
-    """The one of that kind and name."""
+    """Return the manifest with this kind and name."""
     (found,) = (each for each in manifests if (each["kind"], each["metadata"]["name"]) == (kind, name))
     return found
 
 
 def pods(manifests: Manifests) -> dict[str, Manifest]:
-    """The pod templates by their component."""
+    """Return the pod templates by component."""
     templates = [each["spec"]["template"] for each in manifests if each["kind"] in ("Deployment", "StatefulSet")]
     return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in templates}
 
 
 def container(manifests: Manifests, component: str) -> Manifest:
-    """The one that runs fastdecode."""
+    """Return the container that runs fastdecode."""
     (found,) = pods(manifests)[component]["spec"]["containers"]
     return found
 
 
 def parsed(manifests: Manifests, component: str) -> argparse.Namespace:
-    """Its command line, as the program reads it."""
+    """Return the container's command line as the program parses it."""
     return build_parser().parse_args(container(manifests, component)["args"])
 
 
 def port_of(component: Manifest, named: str) -> int:
-    """The number of a container's port."""
+    """Return the number of a container's named port."""
     (found,) = (each["containerPort"] for each in component["ports"] if each["name"] == named)
     return int(found)
 
 
 def selected(manifests: Manifests, labels: dict[str, str]) -> Iterator[Manifest]:
-    """The pod templates that a selector matches."""
+    """Yield the pod templates that the selector ``labels`` matches."""
     for template in pods(manifests).values():
         if labels.items() <= template["metadata"]["labels"].items():
             yield template

@@ -14,7 +14,7 @@ STD = 0.2
 LENGTHS = (620, 1, 40, 128, 3, 77, 17, 160)
 SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
 SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
-"""Of an engine, for a model of this zoo and its prompts."""
+"""An engine's settings for a model of this zoo and its prompts."""
 
 MLA: dict[str, Any] = {
     "hidden_size": 64,
@@ -69,7 +69,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_model(name: str, **changes: Any) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
+    """Return the model in float32 on the CPU, with transformers' own attention; ``changes`` overrides settings."""
     config_class, settings = CONFIGS[name]
     config = getattr(transformers, config_class)(**settings | changes)
     with_pictures = name in ("kimi_k25", "mistral4")
@@ -79,6 +79,6 @@ def build_model(name: str, **changes: Any) -> Any:
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Prompts of random tokens."""
+    """Return prompts of random tokens."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

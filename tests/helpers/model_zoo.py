@@ -1,10 +1,10 @@
-"""Tiny random models of every supported architecture, and what transformers itself generates with them.
+"""Tiny random models of every supported architecture, and the tokens that transformers generates with them.
 
-The exactness tests compare FastDecode with these references, so the references must be able to fail.
-Models with transformers' default initial weights repeat one token for ever, and then any attention passes.
-Hence weights with a standard deviation of 0.1 to 0.2, untied embeddings, features made to bite (windows
-shorter than the text, a soft cap within the scores' range, sinks as large as the scores), and prompts
-chosen by `zoo_search.py`; `test_references.py` asserts what came of it.
+The exactness tests compare FastDecode with these references, so the references must be able to fail. Models with
+transformers' default initial weights repeat one token forever, and then any attention passes. Hence weights have a
+standard deviation of 0.1 to 0.2, and embeddings are untied. Features have an effect: windows are shorter than the text,
+a soft cap is within the scores' range, sinks are as large as scores. `zoo_search.py` chooses the prompts;
+`test_references.py` checks the result.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from helpers.examples import SEES_ALL
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (200, 1, 40, 128, 3, 77, 17, 160)
 VOCABULARY = 512
-POSITIONS = 512  # the longest text a model takes
+POSITIONS = 512  # length of the longest text that a model accepts
 WEIGHT_SEED = 1
 SINK_STD = 3.0
 REFERENCES = "FASTDECODE_TEST_REFERENCES"
 RECORDED = Path(__file__).parents[1] / "references.json"
-"""What the models generate, by versions; `python tests/helpers/record_references.py` adds those that are installed.
+"""Recorded tokens by versions; `python tests/helpers/record_references.py` adds those of the installed versions.
 
-The tokens are the same on every processor, since no two best logits are nearer than what rounding changes, and
-test_references.py asks the models of this machine at every token."""
+The tokens are the same on every processor: no two best logits are closer than rounding. test_references.py checks each
+token with the models of this machine.
+"""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one model, and the prompts that go with it."""
+    """How to make one model, and its prompts."""
 
-    config: str  # the class in transformers
-    std: float  # of every weight and bias: around one for norms, around zero for the rest
-    prompt_seed: int  # the one thing zoo_search.py chooses
+    config: str  # name of the configuration's class in transformers
+    std: float  # standard deviation of every weight and bias: around one for norms, around zero for the rest
+    prompt_seed: int  # the only value that zoo_search.py chooses
     settings: dict[str, Any]
-    attention: str = "eager"  # transformers' implementation
+    attention: str = "eager"  # transformers' attention implementation
     longest_prompt: int = max(PROMPT_LENGTHS)
-    distinct_tokens: int = 16  # at least so many in each output
+    distinct_tokens: int = 16  # least number of different tokens in each output
 
 
 def llama_like(**more: Any) -> dict[str, Any]:
-    """The settings that most architectures name alike, with two key-value heads for four query heads."""
+    """Return settings that most architectures name alike: two key-value heads for four query heads."""
     return {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -63,7 +64,7 @@ def llama_like(**more: Any) -> dict[str, Any]:
 
 
 RECIPES = {
-    # Chunks of 32 tokens in three layers of four; the fourth scales queries, more after each 16 tokens.
+    # Three layers in four have chunks of 32 tokens; the fourth scales queries, more after every 16 tokens.
     "llama4_text": Recipe(
         "Llama4TextConfig",
         0.15,
@@ -113,7 +114,7 @@ RECIPES = {
 
 
 def falcon_like(**more: Any) -> dict[str, Any]:
-    """The settings of Falcon-7B, small: one key-value head, rotary embeddings."""
+    """Return small settings of Falcon-7B: one key-value head, rotary embeddings."""
     own = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": POSITIONS}
     return own | more
 
@@ -126,7 +127,7 @@ RECIPES |= {
         3,
         falcon_like(hidden_size=128, num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True),
     ),
-    # transformers' eager attention adds ALiBi twice here, and rounds its positions beyond 256 in bfloat16.
+    # transformers' eager attention adds ALiBi twice here, and rounds positions above 256 in bfloat16
     "falcon-rw": Recipe(
         "FalconConfig",
         0.12,
@@ -150,20 +151,20 @@ RECIPES |= {
 }
 
 ARCHITECTURES = tuple(RECIPES)
-SPARSE = ("mixtral", "qwen3_moe", "gpt_oss")  # their experts are called for the tokens that chose them
-ROUTED = (*SPARSE, "llama4_text")  # with a router, also where each expert is called for all tokens
+SPARSE = ("mixtral", "qwen3_moe", "gpt_oss")  # experts are called only with the tokens that chose them
+ROUTED = (*SPARSE, "llama4_text")  # models with a router, also if each expert is called with all tokens
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers generates, greedily, one prompt at a time."""
+    """The tokens that transformers generates greedily, one prompt at a time."""
 
     tokens: list[list[int]]  # NEW_TOKENS for each prompt
-    min_gap: float  # the smallest difference between the best and the second-best logit, over all steps
+    min_gap: float  # smallest difference between the best and the second-best logit of any step
 
 
 def build_model(name: str, **changes: Any) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
+    """Return the model in float32 on the CPU, with transformers' own attention; ``changes`` overrides settings."""
     recipe = RECIPES[name]
     fixed = {
         "vocab_size": VOCABULARY,
@@ -181,43 +182,43 @@ def build_model(name: str, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomised(model: Any, std: float, bias_std: float | None = None) -> Any:
-    """The model with weights of standard deviation ``std``, biases with theirs, always the same."""
+    """Return the model with reproducible random weights of standard deviation ``std``, and biases of ``bias_std``."""
     for key, parameter in model.named_parameters():
-        # Norms start at one, or at zero where the model adds the one; biases and sinks at or near zero.
+        # Norms start at one, or at zero if the model adds one; biases and sinks start at or near zero.
         centre = parameter.round() if parameter.ndim == 1 else torch.zeros_like(parameter)
-        # Sinks weigh as much as a score only when they are as large as scores.
+        # Sinks matter only if they are as large as scores.
         own = {"sinks": SINK_STD, "bias": std if bias_std is None else bias_std}
         own_std = own.get(key.rpartition(".")[2], std)
-        # A generator for each parameter, so that the order of modules does not matter.
+        # Each parameter has its own generator, so that the order of modules does not matter.
         generator = torch.Generator().manual_seed(WEIGHT_SEED ^ zlib.crc32(key.encode()))
         parameter.copy_(centre + own_std * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 
 def save_model(name: str, folder: Path) -> Path:
-    """Writes the model (no tokenizer) as a folder that from_pretrained and FastDecode load."""
+    """Save the model, without tokenizer, in a folder that from_pretrained and FastDecode load; return the folder."""
     build_model(name).save_pretrained(folder)
     return folder
 
 
 def prompts(name: str) -> list[list[int]]:
-    """Eight prompts of random tokens, of the model's ``prompt_lengths``."""
+    """Return eight prompts of random tokens, with the lengths of ``prompt_lengths``."""
     generator = torch.Generator().manual_seed(RECIPES[name].prompt_seed)
     return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in prompt_lengths(name)]
 
 
 def prompt_lengths(name: str) -> list[int]:
-    """PROMPT_LENGTHS, as far as the model's references go."""
+    """Return PROMPT_LENGTHS, without lengths that exceed the model's references."""
     return [min(length, RECIPES[name].longest_prompt) for length in PROMPT_LENGTHS]
 
 
 def with_other_start(prompt: list[int]) -> list[int]:
-    """The prompt with its first token changed; a reference must not come out the same for it."""
+    """Return the prompt with another first token; the reference must change with it."""
     return [(prompt[0] + 1) % VOCABULARY, *prompt[1:]]
 
 
 def load_model(name: str, dtype: torch.dtype) -> Any:
-    """The model in `dtype`; saved and loaded rather than cast, which would also round the rotary frequencies."""
+    """Return the model in ``dtype``. It is saved and loaded, since a cast would also round rotary frequencies."""
     model = build_model(name)
     if dtype is torch.float32:
         return model
@@ -230,26 +231,27 @@ def load_model(name: str, dtype: torch.dtype) -> Any:
 
 
 def recorded(name: str) -> Reference | None:
-    """What RECORDED has of these versions of torch and transformers, and of this recipe."""
+    """Return the recorded reference for these versions and this recipe; None if there is none."""
     found = json.loads(RECORDED.read_text())["references"].get(versions(), {}).get(name)
     return Reference(found["tokens"], found["min_gap"]) if found and found["recipe"] == recipe_digest(name) else None
 
 
 def versions() -> str:
-    """Those that decide what a model generates: of torch, without its build, and of transformers."""
+    """Return the versions that decide what a model generates: torch without its build, and transformers."""
     return f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
 
 
 def recipe_digest(name: str) -> str:
-    """Changes with whatever goes into the model's weights and prompts."""
+    """Return a hash of everything that the model's weights and prompts depend on."""
     parts = RECIPES[name], PROMPT_LENGTHS, NEW_TOKENS, VOCABULARY, POSITIONS, WEIGHT_SEED, SINK_STD
     return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 @functools.cache
 def reference(name: str) -> Reference:
-    """NEW_TOKENS for each of the model's prompts by transformers: recorded ones, or else generated, once for all
-    processes of a test run, which share the folder REFERENCES names (conftest.py)."""
+    """Return NEW_TOKENS by transformers for each of the model's prompts: recorded, or generated once.
+    All processes of a test run share generated ones in the folder that REFERENCES names (conftest.py).
+    """
     if found := None if SEES_ALL else recorded(name):
         return found
     place = Path(os.environ[REFERENCES], f"{name}.json") if REFERENCES in os.environ else None
@@ -264,7 +266,7 @@ def reference(name: str) -> Reference:
 
 
 def generate(model: Any, prompts: list[list[int]]) -> Reference:
-    """Greedy generation, one prompt at a time."""
+    """Generate greedily, one prompt at a time."""
     tokens, min_gap = [], float("inf")
     for prompt in prompts:
         result = model.generate(
@@ -283,15 +285,17 @@ def generate(model: Any, prompts: list[list[int]]) -> Reference:
 
 @torch.no_grad()
 def reference_logits(model: Any, prompt: list[int], outputs: list[int]) -> torch.Tensor:
-    """The logits, [len(outputs), vocabulary] in float32, that the model puts in the place of each of outputs.
+    """Return the model's logits at each of ``outputs``: float32 [len(outputs), vocabulary].
 
-    Teacher-forced: one forward over the prompt and the outputs before each."""
+    Teacher-forced: one forward over the prompt and the outputs before each.
+    """
     ids = torch.tensor([prompt + outputs[:-1]])
     return model(ids, use_cache=False, logits_to_keep=len(outputs)).logits[0].float()
 
 
 def disagreements(model: Any, prompt: list[int], outputs: list[int]) -> int:
-    """At how many steps the model, fed prompt and outputs, prefers another token.
+    """Return at how many steps the model, given prompt and outputs, prefers another token.
 
-    Zero if and only if greedy decoding generates outputs."""
+    Zero if and only if greedy decoding generates outputs.
+    """
     return int((reference_logits(model, prompt, outputs).argmax(-1) != torch.tensor(outputs)).sum())

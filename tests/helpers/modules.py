@@ -1,4 +1,4 @@
-"""The product's modules, parsed once: what each imports, and how long its parts are."""
+"""The product's modules, parsed once: the imports of each, and the lengths of its parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FOLDERS = {
     "cluster": "fastdecode.cluster",
     "perfmodel": "fastdecode.perfmodel",
 }
-"""Folders of the checkout, and the packages that they are."""
+"""Folders of the checkout, with their package names."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too."""
+    """A module's name under ``fastdecode``, and every dotted name that it imports, also inside functions."""
 
     name: str
     imports: frozenset[str]
@@ -33,7 +33,7 @@ class Module:
 
     @property
     def others(self) -> set[str]:
-        """Top-level names of everything else outside the standard library."""
+        """Top-level names of all other imports outside the standard library."""
         return {name.split(".")[0] for name in self.imports} - {"fastdecode"} - sys.stdlib_module_names
 
 

@@ -1,4 +1,4 @@
-"""MPI jobs for tests: real ones, under the mpirun of this environment."""
+"""Real MPI jobs for tests, under the mpirun of this environment."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ R_WORKER = [r_workers.FASTDECODE, "r-worker", "--transport", "mpi", *r_workers.S
 
 
 def environment(**more: str) -> dict[str, str]:
-    """More ranks than cores must be allowed, and the environment's own programs found."""
+    """Return an environment that allows more ranks than cores and finds this environment's programs."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     oversubscribe = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     return os.environ | needed_environment() | oversubscribe | {"PATH": path} | more
 
 
 def command(*segments: tuple[int, Sequence[str]]) -> list[str]:
-    """mpirun with so many processes of each command, the S-worker's first; R-workers alone are no forks."""
+    """Return an mpirun command with this many processes of each command, the S-worker's first.
+    Commands of R-workers alone are not forks.
+    """
     found = find_mpiexec()
     if found is None:
         raise RuntimeError("the environment has no mpirun; make installs it")
@@ -40,7 +42,7 @@ def command(*segments: tuple[int, Sequence[str]]) -> list[str]:
 
 
 def run(*segments: tuple[int, Sequence[str]], **more: str) -> subprocess.CompletedProcess[str]:
-    """The finished job."""
+    """Run a job and return it once it has finished."""
     return subprocess.run(
         command(*segments),
         env=environment(**more),
@@ -53,7 +55,7 @@ def run(*segments: tuple[int, Sequence[str]], **more: str) -> subprocess.Complet
 
 @dataclass(frozen=True)
 class KilledJob:
-    """A job of which a rank was killed: what it said from then on, and the processes it had, mpirun apart."""
+    """A job after one of its ranks was killed: its later output, and its processes except mpirun."""
 
     returncode: int
     output: str
@@ -61,8 +63,9 @@ class KilledJob:
 
 
 def kill_a_rank(words: Sequence[str], ready: str, victim: str) -> KilledJob:
-    """Run mpirun as ``words`` say, and once it prints a line with ``ready``, ``kill -9`` the last rank with ``victim``
-    among its words."""
+    """Run the mpirun command ``words``; kill the last rank with ``victim`` in its words.
+    The rank is killed once a line with ``ready`` is printed.
+    """
     job = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while job.stdout and ready not in job.stdout.readline():

@@ -1,4 +1,4 @@
-"""Prefill workers for the product's own cycle: they store prompts on naive R-workers some turns later, or fail."""
+"""Prefill workers for the product's own cycle: some turns later, they store prompts on naive R-workers, or fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from helpers.naive_workers import NaiveWorkers
 
 MOST_TURNS = 6
 FAILS = 0.15
-"""Of the prompts that could be stored, this part fails all the same: a prefill worker was lost."""
+"""Probability that a prompt fails although it could be stored, as if a prefill worker were lost."""
 
 MISSES = 0.05
-"""Of the places that stand, this part cannot be reached all the same."""
+"""Probability that a present R-worker cannot be reached."""
 
 
 class SomePrompts:
-    """``PrefillPolicy``: prefill workers get about two of three prompts, of at least two tokens, in one part or two."""
+    """A ``PrefillPolicy`` that sends two of three prompts of at least two tokens away, in one or two parts."""
 
     def __init__(self) -> None:
         self.under_way: set[int] = set()
@@ -29,7 +29,7 @@ class SomePrompts:
         self._turn = num_waiting + num_decoding
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """See ``PrefillPolicy``; the answer to one question is the same all through a step."""
+        """See ``PrefillPolicy``. Within a step, the answer to the same question is the same."""
         if num_tokens < 2 or (num_tokens + context_len + self._turn) % 3 == 0:
             return ()
         middle, end = context_len + num_tokens // 2, context_len + num_tokens
@@ -53,7 +53,7 @@ class SomePrompts:
 
 
 class NaivePrefills(Companion):
-    """``num_stored``: prompts that were stored; ``num_spread``: of these, those at more than one place."""
+    """``num_stored``: stored prompts. ``num_spread``: prompts among these that are at several places."""
 
     def __init__(self, naive: NaiveWorkers, seed: int) -> None:
         self._naive, self._rng = naive, random.Random(seed)
@@ -61,11 +61,11 @@ class NaivePrefills(Companion):
         self.num_stored = self.num_spread = 0
 
     def begun(self, step: ScheduledStep) -> None:
-        """The R-workers have reserved blocks."""
+        """Note that the R-workers have reserved blocks."""
         self._jobs += [(self._rng.randint(1, MOST_TURNS), prefill) for prefill in step.prefills]
 
     def before(self, cycle: Cycle) -> None:
-        """Store what is due, in any order, unless it is not wanted any more."""
+        """Store the prompts that are due, in any order, unless they are no longer wanted."""
         has_left = cycle.scheduler.remote_prompts.end_if_left
         self._jobs = [(turns - 1, each) for turns, each in self._jobs if not has_left(each.job_id)]
         due = [each for turns, each in self._jobs if turns <= 0]

@@ -1,4 +1,4 @@
-"""R-workers as naive as they can be: what each holds, token by token and block by block."""
+"""The simplest R-workers: they hold each token and each block as Python objects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastdecode.core.step import Chunk, ScheduledStep
 from fastdecode.core.types import Verb
 
 SPOILT = -1
-"""Stands for a token that was computed without all that it should have attended to."""
+"""Stands for a token that was computed without everything that it should have attended to."""
 
 
 @dataclass
 class Held:
-    """What a naive R-worker knows of a sequence: its tokens, and the physical blocks they lie in.
+    """A naive R-worker's record of a sequence: its tokens, and its physical blocks.
 
-    ``ticket``: under which prefill workers store ``incoming`` ones after them, until ``num_reserved`` are there.
-    ``state``: blocks of a state of all its tokens; ``is_spoilt``: by a step that was abandoned.
+    ``ticket``: the job under which prefill workers store ``incoming`` tokens, until ``num_reserved`` are there.
+    ``state``: blocks of a recurrent state. ``is_spoilt``: an abandoned step has changed that state.
     """
 
     tokens: list[int]
@@ -31,40 +31,41 @@ class Held:
 
 
 def name(chunk: Chunk) -> int:
-    """What its R-workers call the sequence that a chunk is appended to."""
+    """Return the cache id of the sequence to which a chunk is appended."""
     return chunk.sequence_id if chunk.cache_id is None else chunk.cache_id
 
 
 def places(chunk: Chunk) -> list[tuple[int, int]]:
-    """Where a chunk is stored: its own R-worker, and that of a second copy."""
+    """Return the (R-worker, cache id) pairs that store a chunk: its own R-worker, and any second copy's."""
     return [(worker, name(chunk)) for worker in (chunk.worker, chunk.copy) if worker >= 0]
 
 
 class NaiveWorkers:
-    """``held``: by R-worker and sequence. Full blocks are shared, partial ones and states, of ``state_blocks`` each,
-    copied."""
+    """Naive R-workers. ``held``: by R-worker and sequence.
+    Forks share full blocks, and copy partial blocks and states of ``state_blocks`` blocks.
+    """
 
     def __init__(self, block_size: int, state_blocks: int = 0) -> None:
         self.block_size, self.state_blocks = block_size, state_blocks
         self.held: dict[tuple[int, int], Held] = {}
 
     def of(self, chunk: Chunk) -> list[Held]:
-        """What is held of a chunk's sequence before it is written, in each of its places."""
+        """Return the records of a chunk's sequence in all its places, before the chunk is written."""
         return [self.held.get(place, Held([], [])) for place in places(chunk)]
 
     def on(self, worker: int) -> set[int]:
-        """The sequences that an R-worker holds."""
+        """Return the sequences that R-worker ``worker`` holds."""
         return {sequence_id for at, sequence_id in self.held if at == worker}
 
     def blocks_used(self, num_workers: int) -> list[int]:
-        """Of each R-worker."""
+        """Return the number of used blocks of each R-worker."""
         blocks: list[set[int]] = [set() for _ in range(num_workers)]
         for (worker, _), held in self.held.items():
             blocks[worker] |= {id(block) for block in (*held.blocks, *held.state)}
         return [len(used) for used in blocks]
 
     def apply(self, step: ScheduledStep) -> None:
-        """The controls, in order."""
+        """Apply the controls of ``step`` in order."""
         for worker, verbs in enumerate(step.controls):
             for verb, sequence_id, source_id, num_tokens in verbs:
                 self._obey(worker, Verb(verb), sequence_id, source_id, num_tokens)
@@ -78,7 +79,7 @@ class NaiveWorkers:
             held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
     def unwrite(self, chunks: list[Chunk]) -> None:
-        """The step was abandoned."""
+        """Remove the tokens of ``chunks``, since the step was abandoned."""
         for place, chunk in _places_of(chunks):
             held, num_tokens = self.held[place], chunk.context_len - chunk.base
             del held.tokens[num_tokens:], held.blocks[self._blocks_for(num_tokens) :]
@@ -87,13 +88,13 @@ class NaiveWorkers:
                 del self.held[place]
 
     def spoil(self, chunks: list[Chunk]) -> None:
-        """What was written of ``chunks`` is wrong: an R-worker was lost that should have had a part in it."""
+        """Mark the tokens of ``chunks`` as wrong, since a lost R-worker had a part in them."""
         for place, chunk in _places_of(chunks):
             held, num_tokens = self.held[place], chunk.context_len - chunk.base
             held.tokens[num_tokens : num_tokens + len(chunk.token_ids)] = [SPOILT] * len(chunk.token_ids)
 
     def copy(self, sequence_id: int, source: int, target: int, start: int, num_tokens: int) -> None:
-        """Tokens of a sequence go to ``target`` too, after the first ``start``, which are there in whole blocks."""
+        """Copy ``num_tokens`` tokens of a sequence to ``target``, which has the first ``start`` in whole blocks."""
         assert self.held[source, sequence_id].ticket is None
         tokens = self.held[source, sequence_id].tokens[start : start + num_tokens]
         held = self.held.setdefault((target, sequence_id), self._new())
@@ -102,10 +103,9 @@ class NaiveWorkers:
         held.blocks += [object() for _ in range(self._blocks_for(len(held.tokens)) - len(held.blocks))]
 
     def store(self, prefill: RemotePrefill, misses: Callable[[], bool]) -> list[int] | None:
-        """Read the prefix of a prompt, and store the rest in all its places but those that are gone, or that ``misses``
-        says; the tickets of these. None where a place of the prefix is gone.
-
-        What is read must be the prompt's first tokens, and what is stored must be reserved.
+        """Read a prompt's prefix and store the rest in all present places; return missed tickets.
+        ``misses`` says which places cannot be reached. Return None if a place of the prefix is gone. The prefix must be
+        the prompt's first tokens, and stored tokens must be reserved.
         """
         if not all(self._waits(place) for place in prefill.prefix):
             return None
@@ -127,7 +127,7 @@ class NaiveWorkers:
         return held is not None and held.ticket == place.ticket
 
     def lose(self, worker: int) -> None:
-        """All that ``worker`` held is gone."""
+        """Drop everything that the lost R-worker ``worker`` held."""
         self.held = {place: held for place, held in self.held.items() if place[0] != worker}
 
     def _new(self) -> Held:
@@ -137,7 +137,7 @@ class NaiveWorkers:
         return -(-num_tokens // self.block_size)
 
     def _obey(self, worker: int, verb: Verb, sequence_id: int, source_id: int, num_tokens: int) -> None:
-        """One control, on what ``worker`` holds."""
+        """Apply one control to what ``worker`` holds."""
         full, rest = divmod(num_tokens, self.block_size)
         place = worker, sequence_id
         if verb == Verb.RESERVE:
@@ -151,7 +151,7 @@ class NaiveWorkers:
             held.tokens, held.ticket, held.incoming = held.tokens + held.incoming, None, []
             assert len(held.tokens) == num_tokens, "some were not stored"
         elif verb == Verb.FORK:
-            source = self.held[worker, source_id]  # a KeyError here: released before it was forked
+            source = self.held[worker, source_id]  # a KeyError here means: released before it was forked
             assert len(source.tokens) >= num_tokens and place not in self.held
             assert source.ticket is None or not rest
             assert not self.state_blocks or (len(source.tokens) == num_tokens and not source.is_spoilt)
@@ -161,7 +161,7 @@ class NaiveWorkers:
             held = self.held[place]
             assert len(held.tokens) >= num_tokens and held.ticket is None and not self.state_blocks
             del held.tokens[num_tokens:], held.blocks[full:]
-            held.blocks += [object()] * (rest > 0)  # its own from here on, if it was shared
+            held.blocks += [object()] * (rest > 0)  # the copied partial block is its own
         else:
             assert verb == Verb.RELEASE
             del self.held[place]

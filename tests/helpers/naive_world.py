@@ -1,4 +1,4 @@
-"""A world for the product's own cycle: naive R-workers, which are lost, drained and copied between as a test says."""
+"""A world of naive R-workers for the product's own cycle; the test decides on losses, drains and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.naive_workers import NaiveWorkers
 
 
 class StepFailedError(Exception):
-    """A step that a test has fail."""
+    """Raised in a step that a test lets fail."""
 
 
 def chunks_of(step: ScheduledStep) -> list[Chunk]:
@@ -21,8 +21,10 @@ def chunks_of(step: ScheduledStep) -> list[Chunk]:
 
 
 class NaiveWorld:
-    """Steps take no time and a copy 1 s. ``fails``: the next step does; ``loses``: R-workers that are gone at its end,
-    or when the R-workers are told something. ``recount`` is called with each step, told but not written."""
+    """Steps take no time and a copy takes 1 s. ``fails``: the next step fails.
+    ``loses``: R-workers that are lost at the step's end, or when they are sent something. ``recount`` is called with
+    each step that was sent but not yet written.
+    """
 
     def __init__(
         self, scheduler: Scheduler, recounts: bool, recount: Callable[[ScheduledStep, list[Chunk]], None]
@@ -59,7 +61,7 @@ class NaiveWorld:
         return self._open
 
     def end_step(self) -> StepReport:
-        """Those that are lost had a part in some of the step's rows."""
+        """Spoil rows in which lost R-workers had a part; see ``World.end_step``."""
         chunks, lost, self._open, self.loses = self._open, self.loses, [], ()
         for worker in lost:
             wrong = [c for c in chunks if worker in (c.worker, *(read[0] for read in c.reads)) and c.attends]
@@ -97,7 +99,7 @@ class NaiveWorld:
         pass
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """R-workers that have joined are as fast as the first."""
+        """Give R-workers that have joined the speed of the first one; see ``World.record``."""
         loads = step.kv_loads
         slowness = [*self.slowness, *[self.slowness[0] if self.slowness else 0.0] * len(loads)]
         busy = tuple(slow * load for slow, load in zip(slowness, loads, strict=False))

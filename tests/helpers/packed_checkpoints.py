@@ -1,4 +1,4 @@
-"""Tiny checkpoints of packed weights, packed in plain loops, and the same weights saved plain."""
+"""Tiny checkpoints with weights packed in plain loops, and the same weights saved plain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Pack columns of integers, several to a word, in plain loops over the places in a word."""
+    """Pack columns of integers into words, in plain loops over the places in a word."""
     each = 32 // bits
     packed = torch.zeros(numbers.shape[0], numbers.shape[1] // each, dtype=torch.int64)
     for column, place in enumerate(order or range(each)):
@@ -30,14 +30,14 @@ def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
 
 
 def drawn(rows: int, groups: int, most: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales that are exact in bfloat16, and zero points from 1 to ``most`` - 1."""
+    """Return scales that are exact in bfloat16, and zero points from 1 to ``most`` - 1."""
     generator = torch.Generator().manual_seed(seed)
     scales = (torch.randint(1, 64, (rows, groups), generator=generator) / 512).bfloat16().float()
     return scales, torch.randint(1, most, (rows, groups), generator=generator)
 
 
 def quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integers [out, in], scales and zeros [out, groups], and the weight that they stand for."""
+    """Return integers [out, in], scales and zeros [out, groups], and the weight that they represent."""
     scales, zeros = drawn(weight.shape[0], weight.shape[1] // GROUP, 2**bits, weight.numel())
     wide_scales, wide_zeros = (each.repeat_interleave(GROUP, 1) for each in (scales, zeros))
     numbers = (weight / wide_scales + wide_zeros).round().clamp(0, 2**bits - 1).long()
@@ -46,7 +46,7 @@ def quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
 
 def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     numbers, scales, zeros, plain = quantized(weight, 4)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ's packer has column order[i] at place i
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ's packer puts column order[i] at place i
     place = tuple(order.index(column) for column in range(8))
     stem = name.removesuffix("weight")
     packed = {
@@ -58,7 +58,7 @@ def awq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def gptq(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """With its columns' groups in another order, as `desc_act` has them."""
+    """Pack as GPTQ does, with the groups of columns in another order, as `desc_act` makes them."""
     numbers, scales, zeros, plain = quantized(weight, 4)
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
     stem = name.removesuffix("weight")
@@ -86,7 +86,7 @@ def int8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def fp8(name: str, weight: torch.Tensor, block: tuple[int, int] = (24, 40)) -> tuple[Tensors, torch.Tensor]:
-    """In blocks [out, in], which the sizes are no multiples of, or are."""
+    """Pack as FP8 in blocks [out, in], which need not divide the sizes."""
     high, wide = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
     scales, _ = drawn(high, wide, 4, weight.numel())
     spread = scales.repeat_interleave(block[0], 0)[: weight.shape[0]]
@@ -96,7 +96,7 @@ def fp8(name: str, weight: torch.Tensor, block: tuple[int, int] = (24, 40)) -> t
 
 
 def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Of experts' weights [experts, in, out], which are packed along in, as [experts, out, in / 32, 16]."""
+    """Pack experts' weights [experts, in, out] as MXFP4 along in: [experts, out, in / 32, 16]."""
     turned = weight.transpose(1, 2).unflatten(-1, (-1, 32))
     powers = torch.full(turned.shape[:-1], 125, dtype=torch.uint8)
     numbers = (turned[..., None] * 4 - FP4).abs().argmin(-1)
@@ -120,11 +120,11 @@ FORMATS: dict[str, Format] = {
     "int8": ("qwen2", int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
 }
 EVEN_FP8: Format = ("deepseek_v3", partial(fp8, block=(8, 8)), {"quant_method": "fp8", "weight_block_size": [8, 8]})
-"""transformers unpacks no blocks that the sizes are no multiples of."""
+"""FP8 with blocks that divide the sizes, since transformers unpacks no others."""
 
 
 def saved(kind: str, folder: Path, model_type: str = "", form: Format | None = None) -> tuple[Path, Path]:
-    """Save a tiny model packed, by default of the format's own type, and the same weights plain."""
+    """Save a tiny model packed, and the same weights plain; return both folders."""
     own_type, pack, settings = form or FORMATS[kind]
     config = tiny_config(model_type or own_type)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints packed as they are published, made of a plain one: W8A8, W4A16, AWQ and GPTQ."""
+"""Makes packed checkpoints in published forms (W8A8, W4A16, AWQ, GPTQ) from a plain one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 GROUP = 32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place, in a word of AWQ's, of each of eight columns."""
+"""The place of each of eight columns in a word of AWQ."""
 
 
 def words(numbers: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -25,7 +25,7 @@ def words(numbers: torch.Tensor, places: tuple[int, ...] = tuple(range(8))) -> t
 
 
 def in_four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return integers from 0 to 15 about 8 [out, in], and their scales [out, groups]."""
+    """Return integers from 0 to 15 around 8, [out, in], and their scales [out, groups]."""
     scales = weight.unflatten(1, (-1, GROUP)).abs().amax(-1) / 7
     numbers = (weight / scales.repeat_interleave(GROUP, 1)).round().clamp(-8, 7) + 8
     return numbers.long(), scales
@@ -91,7 +91,7 @@ FORMATS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any]]
 
 
 def pack(plain: Path, kind: str, folder: Path) -> Path:
-    """Write ``plain``, a folder with one file of weights, as a checkpoint of ``kind``."""
+    """Write ``plain``, a folder with one weights file, as a checkpoint of ``kind``."""
     make, settings = FORMATS[kind]
     shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     packed: Tensors = {}

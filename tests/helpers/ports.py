@@ -11,10 +11,10 @@ _DRAW = random.SystemRandom()
 
 
 def free_port(count: int = 1) -> int:
-    """A port of this machine at which nothing listens, nor at the ``count`` - 1 after it.
+    """Return a port at which nothing listens, nor at the ``count`` - 1 ports after it.
 
-    It is none that the system gives to whoever asks for any, or for a connection: before it is listened at, here some
-    seconds later, another process of a test would have it.
+    The port is outside the range from which the system chooses ports. Otherwise another process of a test could take it
+    before it is used.
     """
     while True:
         first = _DRAW.randrange(10_000, max(first_given() - count, 20_000))
@@ -25,5 +25,5 @@ def free_port(count: int = 1) -> int:
 
 
 def first_given() -> int:
-    """The first of the ports that the system gives by itself."""
+    """Return the first port of the range from which the system chooses."""
     return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

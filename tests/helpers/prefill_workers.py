@@ -1,4 +1,4 @@
-"""Prefill workers for tests: threads of this process, behind real sockets, and processes as a user would start them."""
+"""Prefill workers for tests: threads of this process behind real sockets, or processes as a user starts them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_KEY = Security()
 
 
 class _End(Exception):
-    """Ends a worker's thread."""
+    """Raised to end a worker's thread."""
 
 
 @contextlib.contextmanager
 def threads(folder: Path, count: int, security: Security = NO_KEY, **settings: Any) -> Iterator[str]:
-    """``count`` workers with models of their own; their addresses as ``--prefill-workers`` takes them."""
+    """Run ``count`` workers with their own models; yield their addresses in the form of ``--prefill-workers``."""
     defaults: dict[str, Any] = {"device": "cpu", "max_model_len": 512}
     config = EngineConfig(model=str(folder), **{**defaults, **settings})
     workers = [PrefillWorker(config, 1, (0,), security) for _ in range(count)]
@@ -55,7 +55,7 @@ def threads(folder: Path, count: int, security: Security = NO_KEY, **settings: A
 
 @contextlib.contextmanager
 def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A started prefill worker and its "host:port"; killed at the end."""
+    """Start a prefill worker; yield its process and "host:port", and kill it at the end."""
     command = [FASTDECODE, "prefill-worker", "--listen", "tcp://127.0.0.1:0", "--model", str(folder), "--threads", "1"]
     command += ["--device", "cpu", "--max-model-len", "512", "--log-level", "info", *flags]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -71,9 +71,9 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 class Watched:
-    """An engine whose prompts prefill workers compute, in random parts, and what was handed out to them.
+    """An engine whose prompts prefill workers compute in random parts, with a record of those prompts.
 
-    ``computed``: the jobs of those that they have computed, in order.
+    ``computed``: the jobs that they have computed, in order.
     """
 
     def __init__(self, llm: LLM, workers: Sequence[int] = (), seed: int = 0) -> None:
@@ -93,7 +93,9 @@ class Watched:
         params_of: Callable[[int], SamplingParams],
         befalls: Mapping[int, Callable[[], object]] | None = None,
     ) -> list[list[list[int]]]:
-        """Tokens of all completions of each text; ``befalls``: what is called before which step, from 1 on."""
+        """Return the tokens of all completions of each text.
+        ``befalls``: functions to call, by the step (from 1) before which they are called.
+        """
         for number, text in enumerate(texts):
             self.engine.add_request(str(number), text, params_of(number))
         found: dict[int, list[list[int]]] = {}
@@ -109,7 +111,7 @@ class Watched:
 
 @dataclass
 class AnyParts:
-    """A policy for tests: prompts of at least ``least`` tokens go to workers drawn at random, in random parts."""
+    """A test policy that sends prompts of at least ``least`` tokens to random workers in random parts."""
 
     workers: list[int]
     seed: int = 0
@@ -151,7 +153,7 @@ class AnyParts:
 
 
 def texts_that_grow(lengths: Sequence[int]) -> list[list[list[int]]]:
-    """Texts of these lengths, and as many of which some go on from them."""
+    """Return texts of these lengths, and as many texts of which some continue the first ones."""
     rng = random.Random(0)
     first = [[rng.randrange(500) for _ in range(length)] for length in lengths]
     return [first, [[*text[: 32 * (len(text) // 50)], *range(100 + 10 * i)] for i, text in enumerate(first)]]

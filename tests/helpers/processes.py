@@ -13,12 +13,12 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def script(code: str) -> list[str]:
-    """The command of a Python process that does this, beside the tests' own helpers."""
+    """Return the command of a Python process that runs ``code`` and can import the tests' helpers."""
     return [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(code)]
 
 
 def alive(pid: int) -> bool:
-    """False for a zombie, too, which its parent, here init, has not reaped yet."""
+    """Return whether process ``pid`` runs; False for a zombie that its parent has not reaped yet."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -26,7 +26,7 @@ def alive(pid: int) -> bool:
 
 
 def children_of(parent: int, word: str) -> list[int]:
-    """Processes that ``parent`` started with ``word`` in their command line, by age."""
+    """Return the processes that ``parent`` started with ``word`` in their command line, oldest first."""
     found = []
     for task in Path(f"/proc/{parent}/task").iterdir():
         for pid in (task / "children").read_text().split():
@@ -36,6 +36,6 @@ def children_of(parent: int, word: str) -> list[int]:
 
 
 def segments_of(pids: Iterable[int]) -> set[Path]:
-    """Files of shared memory that these processes have mapped: theirs, whatever else runs on this machine."""
+    """Return the shared-memory files that these processes have mapped."""
     mapped = {region.path for pid in pids for region in psutil.Process(pid).memory_maps()}
     return {Path(path) for path in mapped if path.startswith("/dev/shm/")}

@@ -1,4 +1,4 @@
-"""R-worker processes for tests, as a user would start them."""
+"""R-worker processes for tests, as a user starts them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 SMALL = ("--kv-cache-memory", "64MiB", "--threads", "1")
 PROGRAM = "FASTDECODE_TEST_R_WORKER"
-"""Names another program to start, such as that of an ARM under qemu."""
+"""Variable that names another program to start, such as that of an ARM under qemu."""
 
 
 def listening(
     *arguments: str, listen: str = "tcp://127.0.0.1:0"
 ) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A started R-worker and its "host:port"; killed at the end. Its log is its stderr, kept for ``communicate``."""
+    """Start an R-worker; yield its process and "host:port".
+    It is killed at the end. Its log is its stderr, kept for ``communicate``.
+    """
     return started("--listen", listen, *arguments)
 
 
 def joining(pool: str, *arguments: str) -> contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """The same of an R-worker that asks to join ``pool``, "host:port"."""
+    """Start an R-worker that asks to join ``pool``, "host:port"; see ``listening``."""
     return started("--join", pool, *arguments)
 
 
@@ -48,12 +50,12 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def pool_of(engine: LLMEngine) -> Any:
-    """The pool of R-workers that ``engine`` speaks with itself; other ranks have theirs."""
+    """Return the pool of R-workers of ``engine``'s own rank."""
     backend = engine.backend
     return backend.pool if isinstance(backend, TensorParallelBackend) else backend
 
 
 def spawned_pids(llm: LLM) -> list[int]:
-    """Process ids of the R-workers that ``llm`` has started."""
+    """Return the process ids of the R-workers that ``llm`` has started."""
     workers = [getattr(worker, "r_worker", worker) for worker in pool_of(llm.engine).workers]
     return [worker.link.process.pid for worker in workers if isinstance(worker, RemoteWorker)]

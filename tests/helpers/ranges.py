@@ -1,4 +1,4 @@
-"""Sequences whose ranges lie on several R-workers, driven through an attention backend as an engine would."""
+"""Drives sequences whose ranges are on several R-workers through an attention backend, as an engine would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 14
 
 @dataclass
 class Ranged:
-    """A sequence: its length, the holders, id and start of its closed ranges, and where its tail is."""
+    """A sequence: its length; the holders, id and start of its closed ranges; and the place of its tail."""
 
     length: int = 0
     holders: tuple[int, ...] = (0,)
@@ -29,8 +29,9 @@ class Ranged:
 
 
 class RangeDriver:
-    """Takes steps of sequences in ranges of ``range_tokens`` tokens; range i of sequence s goes to ``place(s, i)``, and
-    where ``copy`` is given to ``copy(s, i)`` too. Which of two holders attends changes from step to step."""
+    """Runs steps of sequences in ranges of ``range_tokens`` tokens; range i of sequence s is at ``place(s, i)``.
+    With ``copy``, a second copy is at ``copy(s, i)``. The attending holder changes from step to step.
+    """
 
     def __init__(
         self,
@@ -48,18 +49,18 @@ class RangeDriver:
         self.controls: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self.num_workers)]
 
     def fill(self, sequence_id: int, num_tokens: int) -> None:
-        """A new sequence, whose rows are stored and attend elsewhere."""
+        """Store a new sequence, whose rows attend elsewhere."""
         self.sequences[sequence_id] = Ranged(holders=self.holders(sequence_id, 0))
         while (left := num_tokens - self.sequences[sequence_id].length) > 0:
             self.step([{sequence_id: min(left, self.range_tokens)}], attends=False)
 
     def holders(self, sequence_id: int, index: int) -> tuple[int, ...]:
-        """Where a range is."""
+        """Return the R-workers that hold a range."""
         home = self.place(sequence_id, index)
         return (home,) if self.copy is None else (home, self.copy(sequence_id, index))
 
     def chunk(self, sequence_id: int, count: int, attends: bool = True) -> Chunk:
-        """The next tokens of a sequence."""
+        """Return a chunk of the next ``count`` tokens of a sequence."""
         sequence = self.sequences[sequence_id]
         reads = [(int(self.rng.choice(holders)), *rest) for holders, *rest in sequence.closed if attends]
         worker, copy = (*self.rng.permutation(sequence.holders).tolist(), -1)[:2]
@@ -67,7 +68,7 @@ class RangeDriver:
         return Chunk(sequence_id, worker, sequence.length, [sequence_id] * count, attends, **where)
 
     def begin(self, counts: Sequence[dict[int, int]], attends: bool = True) -> list[MiniBatch]:
-        """Begin a step of the next rows of sequences, for each mini-batch."""
+        """Begin a step with the next rows of sequences; ``counts``: by mini-batch and sequence."""
         listed = [[self.chunk(*each, attends) for each in part.items()] for part in counts]
         parts = [MiniBatch.sorted([MiniBatch.of(chunks)]) for chunks in listed]
         plan = ScheduledStep(tuple(parts), tuple(map(tuple, self.controls))).to_step_plan()
@@ -76,7 +77,7 @@ class RangeDriver:
         return parts
 
     def attend(self, parts: Sequence[MiniBatch], layer: int, outputs: dict[int, list[np.ndarray]]) -> None:
-        """One layer; what each sequence gets is added to ``outputs``."""
+        """Run one layer, and append each sequence's o to ``outputs``."""
         for index, part in enumerate(parts):
             if len(part):
                 self.backend.submit(index, layer, *rows_of(part, layer, self.layout))
@@ -88,7 +89,7 @@ class RangeDriver:
                     row += len(chunk.token_ids)
 
     def step(self, counts: Sequence[dict[int, int]], attends: bool = True) -> dict[int, list[np.ndarray]]:
-        """A whole step: o of each sequence in each layer."""
+        """Run a whole step; return o of each sequence in each layer."""
         outputs: dict[int, list[np.ndarray]] = {}
         parts = self.begin(counts, attends)
         for layer in range(len(self.layout.layers)):
@@ -100,7 +101,7 @@ class RangeDriver:
         return outputs
 
     def grow(self, sequence_id: int, count: int) -> None:
-        """Its tail is closed once it is full: the next step forks it under an id of its own."""
+        """Count ``count`` more tokens. A full tail is closed: the next step forks it under a new id."""
         sequence = self.sequences[sequence_id]
         sequence.length += count
         tail = sequence.length - sequence.base
@@ -123,7 +124,7 @@ def _draw(sequence_id: int, layer: int, part: int, heads: int, dim: int) -> np.n
 
 
 def rows_of(part: MiniBatch, layer: int, layout: KVLayout) -> tuple[np.ndarray, ...]:
-    """q, k, v of a mini-batch, which depend on sequence, position and layer only."""
+    """Return q, k, v of a mini-batch, which depend only on sequence, position and layer."""
     spec: Layer = layout.layers[layer]
     shapes = (
         (spec.num_heads, spec.key_head_dim),

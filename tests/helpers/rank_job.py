@@ -1,4 +1,4 @@
-"""One rank of a job that loads one model after the other, so that its processes start once: for the tests.
+"""One rank of a test job that loads several models one after another, so that its processes start only once.
 
 ``python rank_job.py JOBS RESULTS`` with RANK, WORLD_SIZE and MASTER_ADDR set as torchrun sets them. JOBS: JSON, a list
 of {"folder", "port", "prompts", "params", "settings"}; rank 0 writes a list of token ids, or of errors, to RESULTS.
@@ -17,7 +17,7 @@ from fastdecode.core.errors import FastDecodeError
 
 
 def run(job: dict[str, Any]) -> Any:
-    """The tokens of every completion of every prompt, and every logprob that was asked for, or the error."""
+    """Return the tokens of every completion of every prompt, with requested logprobs; or the error."""
     os.environ["MASTER_PORT"] = str(job["port"])
     size = int(os.environ["WORLD_SIZE"])
     try:
@@ -34,7 +34,7 @@ def run(job: dict[str, Any]) -> Any:
             return {"tokens": tokens, "score": score, "logprobs": best, "held": held}
     except FastDecodeError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    except SystemExit:  # another rank than the first has served
+    except SystemExit:  # a rank other than rank 0 has finished serving
         return None
 
 

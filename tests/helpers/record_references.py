@@ -1,4 +1,4 @@
-"""Adds what the models generate with these versions to references.json: python tests/helpers/record_references.py"""
+"""Adds the models' tokens with the installed versions to references.json: python tests/helpers/record_references.py"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def record() -> None:
-    """Generate with every model; the entries of other versions stay."""
+    """Generate with every model; keep the entries of other versions."""
     import torch
     import transformers
 
@@ -32,7 +32,7 @@ def record() -> None:
 
 
 def lines(kept: dict[str, Any]) -> str:
-    """JSON with a line for each text."""
+    """Return JSON with one line per text."""
     text = json.dumps(kept, indent=1)
     rows = {json.dumps(row, indent=1): json.dumps(row) for each in kept["references"].values() for row in _rows(each)}
     for spread, flat in rows.items():

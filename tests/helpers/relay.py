@@ -1,7 +1,6 @@
-"""``python -I -S relay.py SERVER MODULE WORDS``: have a fork of the server (fork_server.py) run the module in the place
-of this process: with its environment, folder, cores and files; signals go there, and its end is the end of both.
-
-For what others than the tests start, such as mpirun.
+"""``python -I -S relay.py SERVER MODULE WORDS``: lets a fork of the server run the module in place of this process.
+The fork has this process's environment, folder, cores and files. Signals are passed on, and both end together. It is
+for programs that others than the tests start, such as mpirun.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 def main() -> int:
-    """The status of the fork; a signal that ended that ends this process, too."""
+    """Return the fork's exit status; if a signal ended the fork, end this process by it too."""
     server = socket.socket(socket.AF_UNIX)
     server.connect("\0" + sys.argv[1])
     words = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""Rows for the sampler's tests, and what transformers' own processors make of them."""
+"""Rows for the sampler's tests, and the results of transformers' own processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 3.0) -> Tensor:
-    """float32 [rows, vocab], normal."""
+    """Return normal random logits, float32 [rows, vocab]."""
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
@@ -30,7 +30,7 @@ def make_row(prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), **fi
 
 
 def penalise_output(scores: Tensor, row: SamplingRow) -> Tensor:
-    """OpenAI's presence and frequency penalties, which transformers does not have."""
+    """Return ``scores`` with OpenAI's presence and frequency penalties, which transformers lacks."""
     scores = scores.clone()
     for token_id, count in Counter(row.output_token_ids).items():
         scores[0, token_id] -= row.params.frequency_penalty * count + row.params.presence_penalty
@@ -38,7 +38,7 @@ def penalise_output(scores: Tensor, row: SamplingRow) -> Tensor:
 
 
 def reference(logits: Tensor, row: SamplingRow) -> Tensor:
-    """One row's probabilities [1, vocab] by transformers' processors, in vLLM's order."""
+    """Return one row's probabilities [1, vocab] by transformers' processors, in vLLM's order."""
     params, scores = row.params, logits.clone()
     ids = torch.tensor([[*row.prompt_token_ids, *row.output_token_ids]])
     processors: list[Any] = []

@@ -1,4 +1,4 @@
-"""The product's own cycle over naive R-workers; what every step promises is recounted from scratch."""
+"""The product's own cycle over naive R-workers; every promise of every step is recounted from scratch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AMPLE = Limits(
 
 @dataclass
 class Job:
-    """A request as a user brings it: ``lengths`` holds the output tokens each of its samples will really have."""
+    """A user's request. ``lengths``: the real number of output tokens of each sample."""
 
     prompt: list[int]
     max_tokens: int
@@ -54,14 +54,13 @@ class Join:
 
 @dataclass(frozen=True)
 class Drain:
-    """An R-worker, by its number, that is to leave a run."""
+    """An R-worker, by number, that drains."""
 
     worker: int
 
 
 class RunScheduler(Scheduler):
-    """Has its run look at the blocks once a step is committed; hears of a turn's times only where the run has
-    some."""
+    """A scheduler whose run checks the blocks after each commit; it passes on step times only if the run has some."""
 
     run: Run
 
@@ -76,11 +75,11 @@ class RunScheduler(Scheduler):
 
 @dataclass
 class Run(Companion):
-    """One workload through one scheduler; without ``recounts`` only loads and starts are noted, for long runs.
+    """One workload through one scheduler. Without ``recounts`` only loads and starts are recorded, for long runs.
 
-    ``seconds_per_token``: what the scheduler is told that each R-worker was busy; none: it is told nothing. Where
-    ``limits`` have drafts, some of those wanted are proposed, right ones and wrong ones, by ``drafts_seed``. With
-    ``prefills_seed`` prefill workers compute some of the prompts.
+    ``seconds_per_token``: busy time of each R-worker that the scheduler is told; None: nothing is told. If ``limits``
+    allow drafts, some wanted drafts are proposed, right and wrong, by ``drafts_seed``. With ``prefills_seed``, prefill
+    workers compute some prompts.
     """
 
     schedule: str
@@ -119,7 +118,7 @@ class Run(Companion):
 
     @property
     def num_moves(self) -> int:
-        """Moves and pieces of copies so far."""
+        """The number of moves and pieces of copies until now."""
         return self.world.num_transfers
 
     def to_the_end(
@@ -129,9 +128,9 @@ class Run(Companion):
         changes: dict[int, Join | Drain] | None = None,
         moves_per_step: int = 0,
     ) -> None:
-        """Every job arrives, is aborted or ends; then nothing is left anywhere.
+        """Run until every job has arrived and ended or was aborted, and nothing is left.
 
-        ``losses``: step → lost worker; ``changes``: step → who joins or drains then.
+        ``losses``: lost worker by step. ``changes``: joins and drains by step.
         """
         while self.step_number <= max(job.arrives for job in self.jobs) or self.alive:
             self.arrive_and_abort()
@@ -149,7 +148,7 @@ class Run(Companion):
             self._check_end()
 
     def one_step(self) -> None:
-        """Without losses, changes and moves."""
+        """Run one step without losses, changes and moves."""
         self.arrive_and_abort()
         self.step()
         self.step_number += 1
@@ -171,7 +170,7 @@ class Run(Companion):
         assert not self.scheduler.store.prefixes.is_awaited
 
     def step(self, fails: bool = False, loses: int | None = None) -> ScheduledStep:
-        """One step, checked. ``loses``: an R-worker that is lost before the step's tokens are taken."""
+        """Run and check one step. ``loses``: an R-worker that is lost before the step's tokens are taken."""
         self._num_preemptions = self.scheduler.statistics.preemptions
         self.world.fails, self.world.slowness = fails, self.seconds_per_token
         self.world.loses = () if loses is None else (loses,)
@@ -184,7 +183,7 @@ class Run(Companion):
         return self.world.step
 
     def _look_at(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
-        """The R-workers have heard the controls of ``step``."""
+        """Check ``step`` after the R-workers received its controls."""
         self.has_preempted = self.scheduler.statistics.preemptions > self._num_preemptions
         self.kv_loads.append(step.kv_loads)
         self.starts += [(self.step_number, i) for i in (c.sequence_id for c in chunks) if i not in self._started]
@@ -193,7 +192,7 @@ class Run(Companion):
             self._recount(step, chunks)
 
     def prepare(self, cycle: Cycle) -> None:
-        """Some of the drafts wanted, right ones and wrong ones."""
+        """Propose some of the wanted drafts, right and wrong ones."""
         wanted = self.scheduler.drafts.grant()
         assert all(self._decodes(self.alive[i]) and count > 0 for i, count in wanted.items())
         most = self._rng.integers(0, 10, len(wanted)).tolist()
@@ -203,11 +202,11 @@ class Run(Companion):
         self.scheduler.drafts.propose(tokens)
 
     def begun(self, step: ScheduledStep, now_seconds: float = 0.0) -> None:
-        """As a companion and as the requests."""
+        """Record the step, as a companion and as the requests."""
         self._arrived = step.arrived
 
     def accepted(self, step: ScheduledStep, computed: list[Chunk]) -> dict[int, int]:
-        """Drafts that are right, from the first on."""
+        """Return how many first drafts of each sequence are right."""
         return {i: (*tokens, WRONG_TOKEN).index(WRONG_TOKEN) for i, tokens in step.drafts.items()}
 
     def _recount(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
@@ -223,7 +222,7 @@ class Run(Companion):
         assert self.scheduler.snapshot().num_prefixes <= self.limits.kept_states
 
     def arrive_and_abort(self) -> None:
-        """What happens between steps."""
+        """Let jobs arrive and abort between steps."""
         for job, group in zip(self.jobs, self.members, strict=True):
             if job.arrives == self.step_number:
                 self.scheduler.add(group[0])
@@ -233,14 +232,14 @@ class Run(Companion):
                     self._finish(member, "abort")
 
     def lose(self, worker: int) -> list[Sequence]:
-        """An R-worker goes between steps with all it held; returns the requests that no other could hold, which end."""
+        """Lose an R-worker with all that it held; return the requests that no other could hold."""
         self._hopeless.clear()
         self.world.loses = (worker,)
         assert self.cycle.tell() == (worker,)
         return [*self._hopeless]
 
     def give_up(self, cycle: RunningCycle, sequence: Sequence) -> None:
-        """No R-worker has room for it."""
+        """End a request for which no R-worker has room."""
         self._hopeless.append(sequence)
         for member in (sequence, *sequence.siblings):
             self._finish(member, "error")
@@ -252,10 +251,10 @@ class Run(Companion):
             self.scheduler.members.drain(change.worker)
 
     def move(self, most: int) -> None:
-        """At most so many sequences go to other R-workers; those that have nothing to do any more go away."""
+        """Move at most ``most`` sequences, and dismiss drained R-workers."""
         self._hopeless.clear()
         if most:
-            self.world.clock += most - 1  # so long may copies take, but for the last
+            self.world.clock += most - 1  # all copies but the last may take this long
             self.membership.before(self.cycle)
         else:
             self.membership.let_go(self.cycle)
@@ -269,7 +268,7 @@ class Run(Companion):
             assert order == sorted(order)
 
     def _check_chunk(self, chunk: Chunk, drafts: list[int]) -> None:
-        """Right tokens after the right tokens: whatever was forked, retained or recomputed."""
+        """Check that right tokens follow right tokens, whatever was forked, retained or recomputed."""
         member = self.alive[chunk.sequence_id]
         range_tokens = self.limits.placing.segment_tokens
         tokens = [*member.prompt_token_ids, *member.output_token_ids]
@@ -290,7 +289,7 @@ class Run(Companion):
             assert chunk.samples == (end == len(tokens)) and chunk.last_of_prompt == (end == member.num_prefill)
 
     def _check_budgets(self, step: ScheduledStep, chunks: list[Chunk]) -> None:
-        """Tokens, sequences, KV load and scratch, each counted anew; and no decode is held up unduly."""
+        """Check tokens, sequences, KV load and scratch, each counted anew, and that no decode waits needlessly."""
         prompts = SCHEDULES[self.schedule].prefill
         if prompts is not Prefill.UNBOUNDED:
             assert step.num_tokens <= self.limits.max_num_batched_tokens
@@ -309,16 +308,16 @@ class Run(Companion):
         assert sum(self.alive[i].num_prefill for i in in_scratch) <= self.limits.scratch_tokens
 
     def _check_the_head_waits_for_something(self, step: ScheduledStep) -> None:
-        """The oldest waits for a seat, for rows of the step, or for blocks; or the schedule spreads starts."""
+        """Check that the oldest sequence waits for a seat, rows or blocks, or that starts are spread."""
         head, schedule = next(iter(self.scheduler.queue), None), SCHEDULES[self.schedule]
         if head is None or schedule.stabilizes_load or schedule.waves or self.limits.prefix_caching:
             return
         if self.limits.placing.twice or self.prefills_seed is not None:
-            return  # it waits for blocks on two R-workers, or goes to prefill workers another time
+            return  # it waits for blocks on two R-workers, or goes to prefill workers later
         if schedule.prefill is Prefill.FIRST and self.has_preempted:
-            return  # its blocks came free after the prompts were looked at
+            return  # blocks became free after the prompts were planned
         if head.max_cached > self.limits.placing.segment_tokens or self.scheduler.snapshot().draining:
-            return  # its ranges need several places; it goes to an R-worker that drains only if it fits no other
+            return  # its ranges need several places, or only draining R-workers could hold it
         members, workers = 1 + len(head.siblings), self.scheduler.store.workers
         partial = head.num_tokens % self.limits.block_size
         rows_left = self.limits.max_num_batched_tokens - step.num_tokens
@@ -338,17 +337,17 @@ class Run(Companion):
         assert no_seat or waits_for_blocks or waits_for_rows
 
     def _decodes(self, member: Sequence) -> bool:
-        """It has output, and does not compute its cache again after a preemption."""
+        """Return whether a sequence decodes: it has output, and does not recompute its cache."""
         return bool(member.output_token_ids) and member.sequence_id not in self.scheduler.store.residents.prompts
 
     def _check_blocks(self) -> None:
-        """What R-workers hold at the end of the step is there, and within what the scheduler counts."""
+        """Check the blocks that R-workers hold at the step's end against the scheduler's counts."""
         workers = self.scheduler.store.workers
         for used, worker in zip(self.naive.blocks_used(len(workers)), workers, strict=True):
             assert used <= worker.num_blocks - worker.free <= worker.num_blocks, (used, worker, self.naive.held)
 
     def _check_holders(self) -> None:
-        """One R-worker, or two, and no other has all of a sequence."""
+        """Check that exactly one R-worker, or two, holds all of a sequence."""
         for sequence in self.scheduler.store.residents.all:
             partial = next((each.target for each in self.scheduler.store.transfers if each.sequence is sequence), -1)
             held = [at for at, each in self.naive.held if each == sequence.segments[0].cache_id and at != partial]
@@ -356,11 +355,12 @@ class Run(Companion):
             assert len(sequence.holders) <= self.limits.placing.copies
 
     def check_decoding_blocks(self) -> None:
-        """Of what decodes those that its tokens take, whatever was drafted, or, after a move, the next one too."""
+        """Check that decoding sequences have the blocks of their tokens, or one more after a move."""
         if not SCHEDULES[self.schedule].reserves_longest:
             for sequence in self.scheduler.store.residents.decoding.values():
                 partial = sequence.num_cached % self.limits.block_size > 0
-                extra = len(sequence.siblings) * (self.limits.state_blocks + partial)  # until they fork
+                # siblings that have not forked yet
+                extra = len(sequence.siblings) * (self.limits.state_blocks + partial)
                 *closed, tail = sequence.segments
                 least, most = map(self.scheduler.store.workers.blocks_for, (tail.num_tokens, tail.num_tokens + 1))
                 assert least + extra <= tail.num_blocks <= most + extra
@@ -372,7 +372,7 @@ class Run(Companion):
     def take(
         self, cycle: RunningCycle, computed: list[Chunk], accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
-        """Fork, append a token each, or those accepted and one more, end what is done."""
+        """Fork, append the accepted tokens and one more to each sequence, and end finished ones."""
         sampled = [*self._arrived, *(chunk.sequence_id for chunk in computed if chunk.samples)]
         for parent in [self.alive[sequence_id] for sequence_id in sampled if sequence_id not in spoilt]:
             grown = [parent, *parent.siblings]
@@ -384,7 +384,7 @@ class Run(Companion):
 
     def _append(self, member: Sequence) -> None:
         if member.sequence_id not in self.alive:
-            return  # it ended before all that was accepted
+            return  # the sequence ended before all accepted tokens
         member.append(OUTPUT_TOKEN)
         number, index = divmod(member.sequence_id, 100)
         if len(member.output_token_ids) == self.jobs[number].lengths[index]:

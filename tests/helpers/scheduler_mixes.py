@@ -1,7 +1,7 @@
 """Runs of the scheduler that mix all features, each drawn from one seed.
 
-Ranges, two copies, prefixes, drafts, prompts of prefill workers, several completions, aborts and failed steps; and
-R-workers are lost, join and drain meanwhile.
+Features: ranges, two copies, prefixes, drafts, prefill workers, several completions, aborts and failed steps. R-workers
+are lost, join and drain meanwhile.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from fastdecode.scheduler import SCHEDULES, Limits
 from helpers.scheduler_harness import Drain, Job, Join, Run
 
 LAST_EVENT = 15
-"""The last step that something befalls."""
+"""The last step at which an event occurs."""
 
 
 @dataclass
 class Mix:
-    """A run and what befalls it, as ``Run.to_the_end`` takes it. The last of its R-workers at the start stays: it holds
-    any request."""
+    """A run and its events, as ``Run.to_the_end`` takes them.
+    The last of the initial R-workers stays: it can hold any request.
+    """
 
     run: Run
     fail_steps: frozenset[int]
@@ -29,12 +30,12 @@ class Mix:
     moves_per_step: int
 
     def to_the_end(self) -> None:
-        """Every promise of every step is checked; see ``Run``."""
+        """Run to the end and check every promise of every step; see ``Run``."""
         self.run.to_the_end(self.fail_steps, self.losses, self.changes, self.moves_per_step)
 
 
 def draw(seed: int, of_hybrid: bool = False) -> Mix:
-    """The mix of ``seed``; that of a hybrid has states, and is drawn otherwise."""
+    """Return the mix of ``seed``. A mix ``of_hybrid`` has states and is drawn separately."""
     rng = random.Random(seed)
     names = [name for name in SCHEDULES if not SCHEDULES[name].reserves_longest]
     schedule = rng.choice([*names, "sls", "stall-free"])
@@ -63,7 +64,7 @@ def draw(seed: int, of_hybrid: bool = False) -> Mix:
 
 
 def _job(rng: random.Random, segment_tokens: int) -> Job:
-    """Prompts of two families share beginnings; many end about where a range does."""
+    """Return a random job. Prompts of two families share beginnings; many end near a range's end."""
     length, family = rng.randint(1, 60), rng.randrange(2)
     if segment_tokens < UNLIMITED and rng.random() < 0.4:
         length = segment_tokens * rng.randint(1, 2) + rng.randint(-1, 1)
@@ -76,7 +77,7 @@ def _job(rng: random.Random, segment_tokens: int) -> Job:
 
 
 def _limits(rng: random.Random, jobs: list[Job], block_size: int, segment_tokens: int) -> Limits:
-    """Of two to four R-workers, all but the last so small at times that they cannot hold every request."""
+    """Return limits of two to four R-workers; all but the last may be too small for some requests."""
     longest, members = max(len(it.prompt) + it.max_tokens for it in jobs), max(len(it.lengths) for it in jobs)
     need = -(-longest // block_size) + members
     others = [rng.choice([rng.randint(max(1, need // 2), need + 8), need + rng.randint(0, 40)]) for _ in range(3)]
@@ -101,8 +102,7 @@ def _limits(rng: random.Random, jobs: list[Job], block_size: int, segment_tokens
 
 
 def _with_states(rng: random.Random, limits: Limits, members: int) -> Limits:
-    """For a hybrid, which does not go together with all; with room for one state more than the samples need, or
-    for several."""
+    """Return limits of a hybrid, without unsupported features, with room for more states than samples."""
     state_blocks = rng.choice([1, 3])
     more = [state_blocks * (members + rng.choice([0, 1, 12])) for _ in limits.num_blocks]
     return replace(

@@ -1,4 +1,4 @@
-"""``fastdecode serve`` as a process of its own, and what tests ask of it."""
+"""``fastdecode serve`` as a separate process, and the requests that tests send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = "demo"
 PATIENCE_SECONDS = 60
 BARE = ["--port", "0", "--device", "cpu", "--s-threads", "1"]
 FLAGS = [*BARE, "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--r-threads", "1"]
-"""One thread each: tests share the cores with each other."""
+"""Flags of a small server with one thread each, since tests share the cores."""
 
 CHAT_TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -34,14 +34,14 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class RunningServer:
-    """The process and where it listens."""
+    """A server process and its address."""
 
     process: subprocess.Popen[str]
     url: str
     log: Path
 
     def request(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-        """Status and parsed body of a GET, or of a POST of ``body`` (bytes, or what is sent as JSON)."""
+        """Return status and parsed body of a GET, or of a POST of ``body`` (bytes, or a value sent as JSON)."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         try:
@@ -53,9 +53,9 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, is_bare: bool = False, **environment: str) -> Iterator[RunningServer]:
-    """A server of the demo model on a free port, killed at the end; its log is in ``folder``.
+    """Start a server of the demo model on a free port, and kill it at the end; its log is in ``folder``.
 
-    ``is_bare``: without the flags of a small cache, for ``flags`` that say which.
+    ``is_bare``: without the flags of a small cache, if ``flags`` set it.
     """
     log = folder / "server.log"
     with log.open("w") as errors:
@@ -75,7 +75,7 @@ def serving(folder: Path, *flags: str, is_bare: bool = False, **environment: str
 
 
 def metrics(server: RunningServer, headers: dict[str, str] | None = None) -> dict[str, float]:
-    """All of them by name and labels."""
+    """Return all metrics by name and labels."""
     status, text = server.request("/metrics", headers=headers)
     if status != 200:
         raise AssertionError(text)
@@ -84,12 +84,12 @@ def metrics(server: RunningServer, headers: dict[str, str] | None = None) -> dic
 
 
 def total(server: RunningServer, name: str) -> float:
-    """A metric without its labels."""
+    """Return a metric's sum over all labels."""
     return sum(value for each, value in metrics(server).items() if each.partition("{")[0] == name)
 
 
 def wait_until_idle(server: RunningServer) -> None:
-    """And holds nothing."""
+    """Wait until the server is idle and holds nothing."""
     names = ("num_requests_running", "num_requests_waiting", "num_api_requests", "kv_cache_usage_perc")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while held := {name: found for name in names if (found := total(server, f"fastdecode:{name}"))}:
@@ -107,7 +107,7 @@ def _parsed(data: bytes) -> Any:
 
 @dataclass
 class Streamed:
-    """What came of a streamed completion: the status, the text, the reason for its end, and an error's message."""
+    """The outcome of a streamed completion: status, text, finish reason, and an error's message."""
 
     status: int = 0
     text: str = ""
@@ -119,7 +119,7 @@ class Streamed:
 async def stream(
     server: RunningServer, body: dict[str, Any], leave_after: int | None = None, started: asyncio.Event | None = None
 ) -> Streamed:
-    """Ask for a streamed completion, see ``read_stream``. ``started`` is set with the first event."""
+    """Request a streamed completion (see ``read_stream``). ``started`` is set at the first event."""
     found = Streamed()
 
     def take(event: dict[str, Any]) -> None:
@@ -138,9 +138,9 @@ async def read_stream(
     take: Callable[[dict[str, Any]], None],
     leave_after: int | None,
 ) -> bool:
-    """POST ``body`` as a completion over a plain socket, which is closed after ``leave_after`` events: True then.
+    """POST ``body`` as a completion over a plain socket; return True if it was closed after ``leave_after`` events.
 
-    ``take`` gets each event; ``found`` the status, and the message of a refusal as its error.
+    ``take`` gets each event. ``found`` gets the status, and a refusal's message as its error.
     """
     address = urllib.parse.urlsplit(server.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)

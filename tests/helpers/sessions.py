@@ -1,4 +1,4 @@
-"""Sessions with R-worker processes: keys, backends of one R-worker, frames that a proper S-worker never sends."""
+"""Sessions with R-worker processes: keys, backends of one R-worker, and frames that no proper S-worker sends."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ PATIENCE_SECONDS = 60
 
 
 def make() -> _rworker.RWorker:
-    """An R-worker in this process, as a lease makes one for ``contract.LAYOUT``."""
+    """Return an R-worker in this process, as a lease makes one for ``contract.LAYOUT``."""
     return make_rworker(contract.LAYOUT, 16, RWorkerSize(1 << 20, 1))
 
 
 def make_key(path: Path, text: str, mode: int = 0o600) -> Path:
-    """A key file; by default one that its owner alone can read."""
+    """Write a key file; by default only its owner can read it."""
     path.write_text(text)
     path.chmod(mode)
     return path
 
 
 def alone(plan: StepPlan) -> StepPlan:
-    """The first worker's part."""
+    """Return the first worker's part of ``plan``."""
     return StepPlan(plan.workers[:1])
 
 
 def works(backend: TcpBackend) -> bool:
-    """One step of one worker."""
+    """Run one step of one worker; return whether it succeeded."""
     mini_batch = ([(1, 0, 4, 1)], [])
     backend.begin_step(alone(contract.plan([mini_batch])))
     for layer in range(len(contract.LAYERS)):
@@ -47,14 +47,14 @@ def works(backend: TcpBackend) -> bool:
 
 
 def opened(address: str, key: Path | None = None, security: str | None = None) -> TcpBackend:
-    """A backend over the one R-worker at ``address``, in a session with it."""
+    """Return a backend with an open session at the R-worker at ``address``."""
     backend = TcpBackend([address], contract.BLOCK_SIZE, str(key) if key else None, security)
     backend.open(contract.LAYOUT)
     return backend
 
 
 def serves(address: str, key: Path | None = None) -> bool:
-    """A whole session; waits while the session before it is still being ended."""
+    """Run a whole session; wait while the previous session ends."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
@@ -71,7 +71,7 @@ def serves(address: str, key: Path | None = None) -> bool:
 
 
 def log_of(process: subprocess.Popen[str], until: str = "", count: int = 1) -> str:
-    """What an R-worker wrote on its stderr, ended once ``count`` lines hold ``until``: it may log after it answers."""
+    """Return an R-worker's stderr, and end it once ``count`` lines contain ``until``: it may log after it answers."""
     assert process.stderr is not None
     lines: list[str] = []
     while until and sum(until in line for line in lines) < count:
@@ -82,7 +82,7 @@ def log_of(process: subprocess.Popen[str], until: str = "", count: int = 1) -> s
 
 
 def frame(kind: int, *parts: bytes, **changes: Any) -> list[bytes]:
-    """Header and bodies of a frame; ``changes`` are to fields of the header."""
+    """Return header and bodies of a frame; ``changes`` set fields of the header."""
     fields: dict[str, Any] = {"magic": MAGIC, "version": VERSION, "kind": kind, "epoch": 0, "sequence": 0}
     lengths = [len(part) for part in parts] + [0] * (3 - len(parts))
     fields |= {"mini_batch": 0, "layer": 0} | {f"length{i}": length for i, length in enumerate(lengths)} | changes

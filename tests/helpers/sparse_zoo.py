@@ -1,4 +1,4 @@
-"""Tiny random models of which an index picks the tokens that are seen, and contexts of over eight times as many."""
+"""Tiny random models with an index that picks tokens, and contexts over eight times as long as the picks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from helpers import latent_zoo, model_zoo
-from helpers.latent_zoo import SETTINGS as SETTINGS  # they are the same
+from helpers.latent_zoo import SETTINGS as SETTINGS  # the settings are the same
 
 LENGTHS = (620, 1, 500, 128, 3, 77, 400, 160)
 
@@ -21,7 +21,7 @@ WIDE_WINDOWS: dict[str, Any] = {
     "sliding_window": 100,
     "per_layer_config": {1: WINDOW},
 }
-"""Windows over latent rows of 1,088 elements."""
+"""Settings with windows over latent rows of 1,088 elements."""
 
 BLOCKS: dict[str, Any] = {
     "hidden_size": 64,
@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_model(name: str, **changes: Any) -> Any:
-    """The model, in float32 on the CPU, with transformers' own attention; `changes` overrides settings."""
+    """Return the model in float32 on the CPU, with transformers' own attention; ``changes`` overrides settings."""
     config_class, settings = CONFIGS[name]
     config = getattr(transformers, config_class)(**settings | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)

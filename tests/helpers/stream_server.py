@@ -16,9 +16,9 @@ Chunk = dict[str, Any] | bytes | float
 
 
 class StreamServer:
-    """Answers every request with the chunks that ``script(body)`` gives; an int is an HTTP status instead.
+    """Answers every request with the chunks of ``script(body)``; an int is an HTTP status instead.
 
-    ``asked``: the bodies that came, in order. ``most_at_once``: the most requests that were under way together.
+    ``asked``: request bodies in order. ``most_at_once``: most concurrent requests.
     """
 
     def __init__(self, script: Callable[[dict[str, Any]], list[Chunk] | int], model: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Chunk:
 
 
 def completion(*texts: str, gap: float = 0.0) -> list[Chunk]:
-    """One event per text, ``gap`` seconds before each."""
+    """Return one event per text, with ``gap`` seconds before each."""
     return [part for text in texts for part in (gap, {"choices": [{"index": 0, "text": text}], "usage": None})]
 
 
@@ -74,7 +74,7 @@ def completion(*texts: str, gap: float = 0.0) -> list[Chunk]:
 def running(
     script: Callable[[dict[str, Any]], list[Chunk] | int], model: dict[str, Any] | None = None
 ) -> Iterator[StreamServer]:
-    """The server on a port of its own, in a thread of its own."""
+    """Run the server on a free port in its own thread within the context."""
     server = StreamServer(script, model or {"id": "tiny"})
     loop, ready = asyncio.new_event_loop(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A client that reads a stream over as many connections as it takes."""
+"""A client that reads a stream over several connections if needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE_SECONDS = 60
 
 
 class Client:
-    """Asks for one stream, and goes on with it where it broke; ``events``: the data of each, in order."""
+    """Requests one stream and resumes it after a break. ``events``: the data of each event, in order."""
 
     def __init__(self, path: str, body: dict[str, Any], name: str) -> None:
         self._path, self._body = path, {"stream": True, **body}
@@ -22,7 +22,7 @@ class Client:
         self.ended = False
 
     def read(self, url: str) -> None:
-        """Up to the end, or to where the connection breaks."""
+        """Read to the end, or until the connection breaks."""
         headers = {**self._headers, **({"last-event-id": self.last_id} if self.last_id else {})}
         data = json.dumps(self._body).encode()
         asked = urllib.request.Request(url + self._path, data, headers)

@@ -1,4 +1,4 @@
-"""A Llama of three layers on the fake backend: what tests of the pipeline, of staging and of CUDA graphs run."""
+"""A Llama of three layers on the fake backend, for tests of the pipeline, staging and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GREEDY = SamplingRow(SamplingParams(temperature=0), (), ())
 
 @dataclass(frozen=True)
 class Tiny:
-    """A Llama with random weights whose attention is ours, and the same one with transformers' own."""
+    """A Llama with random weights and our attention, and the same one with transformers' own attention."""
 
     model: LlamaForCausalLM
     plain: LlamaForCausalLM
@@ -37,12 +37,12 @@ class Tiny:
 
     @property
     def code(self) -> TransformersCode:
-        """The model's code, as the S-worker runs it."""
+        """The model's code as the S-worker runs it."""
         return TransformersCode(self.model)
 
 
 def make_tiny() -> Tiny:
-    """Its attention is registered with transformers first."""
+    """Return a tiny Llama; register its attention with transformers first."""
     register_attention()
     config = LlamaConfig(
         vocab_size=96,
@@ -69,7 +69,7 @@ def make_tiny() -> Tiny:
 
 @dataclass
 class Engine:
-    """An S-worker on the fake backend, step by step."""
+    """An S-worker on the fake backend, run step by step."""
 
     tiny: Tiny
     backend: FakeBackend
@@ -109,7 +109,7 @@ PROMPTS = [[7, 3, 50, 2, 91, 2], [11], [60, 61, 62, 63, 64, 65, 66, 67, 68, 5, 6
 
 
 def expected_tokens(tiny: Tiny, prompt: list[int], count: int) -> list[int]:
-    """Greedy ones of the plain model."""
+    """Return greedy tokens of the plain model."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(tiny.plain(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
@@ -117,7 +117,7 @@ def expected_tokens(tiny: Tiny, prompt: list[int], count: int) -> list[int]:
 
 
 def check_prompts_in_chunks_and_decodes(tiny: Tiny, num_mini_batches: int) -> None:
-    """Two workers; prompts over the scratch, in one piece and in two, and one that attends on its R-worker."""
+    """Check two workers with prompts over the scratch, in one and two chunks, and one that attends on its R-worker."""
     engine = Engine(tiny, FakeBackend(num_workers=2))
     home = [0, 1, 1, 0]
     first = [
@@ -149,7 +149,7 @@ def check_prompts_in_chunks_and_decodes(tiny: Tiny, num_mini_batches: int) -> No
 
 
 def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
-    """In the middle layer of the first or of the second mini-batch: the step can be abandoned and done again."""
+    """Check that a step which fails in the middle layer can be abandoned and repeated."""
     chunks = [prompt(0, PROMPTS[0], 6)], [prompt(2, PROMPTS[2], 18, attends=True)]
     clean = Engine(tiny, FakeBackend())
     engine = Engine(tiny, FakeBackend())
@@ -181,7 +181,7 @@ def check_a_failing_layer(tiny: Tiny, failing_call: int) -> None:
 
 
 def qkv(dtype: torch.dtype, contiguous: bool, attending: slice | torch.Tensor) -> list[torch.Tensor]:
-    """20 rows of 4 query and 2 key-value heads, as a model hands them over."""
+    """Return 20 rows of 4 query and 2 key-value heads, in the form in which a model passes them."""
     torch.manual_seed(1)
     heads = [torch.randn(1, 20, count, 8).to(dtype).transpose(1, 2) for count in (4, 2, 2)]
     rows = [rows_of(each if contiguous else each.contiguous()) for each in heads]

@@ -1,4 +1,4 @@
-"""A tiny configuration of any architecture that transformers has, by the names that configurations have for sizes."""
+"""Makes a tiny configuration of any transformers architecture, by the names that configurations use for sizes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SMALL: dict[str, Any] = {
     "sliding_window_pattern": 2,
     "tie_word_embeddings": False,
 }
-"""Sizes by the name that a configuration has for them; what it has no name for is left out."""
+"""Sizes by their names in configurations; sizes that a configuration does not have are left out."""
 
 BOTH = ["sliding_attention", "full_attention"]
 FOUR_HEADS = {"num_key_value_heads": 4}
@@ -136,17 +136,17 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What else a model type needs, to be built at all, or to show what published ones of it have."""
+"""Further settings that a model type needs to be built, or to have the features of published models."""
 
 
 def tiny_config(model_type: str) -> Any:
-    """The configuration of ``model_type`` with SMALL and OWN sizes, in each of its parts."""
+    """Return the configuration of ``model_type`` with SMALL and OWN sizes in each of its parts."""
     kind = transformers.CONFIG_MAPPING[model_type]
     return kind(**_small(kind(), OWN.get(model_type, {})))
 
 
 def _small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """What to give the configuration's class: its own names of SMALL's, lists per layer cut, and its parts the same."""
+    """Return arguments for the configuration's class: its names of SMALL's sizes, shortened lists, and parts alike."""
     known = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     depth = next(
         (known[name] for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if name in known), 0
@@ -171,7 +171,7 @@ def _small(config: Any, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut(each: list[Any]) -> list[Any]:
-    """NUM_LAYERS of a list with one entry per layer, each kind of entry among them."""
+    """Return NUM_LAYERS entries of a list per layer, with each kind of entry."""
     firsts = sorted({each.index(value) for value in each})[:NUM_LAYERS]
     more = [index for index in range(len(each)) if index not in firsts][: NUM_LAYERS - len(firsts)]
     return [each[index] for index in sorted(firsts + more)]
@@ -190,11 +190,11 @@ KINDS = {
     "hybrid": "recurrent",
     "hybrid_sliding": "recurrent",
 }
-"""What layers of each type keep of earlier tokens."""
+"""The kind of cache that layers of each type keep."""
 
 
 def kind_of_cache(config: Any) -> str:
-    """What the layers keep, as the configuration says it; "" where it does not."""
+    """Return what the layers keep according to the configuration; "" if it does not say."""
     text = config.get_text_config(decoder=True)
     kinds = dict.fromkeys(KINDS.get(each, "") for each in vars(text).get("layer_types") or ())
     latent = "latent" if vars(text).get("kv_lora_rank") else ""

@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers, and what transformers generates with them."""
+"""Tiny models with recurrent layers, and the tokens that transformers generates with them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from helpers import model_zoo
 from helpers.tiny_configs import tiny_config
 
 OTHER_DECODES = ("nemotron_h", "zamba2")
-"""Models whose decodes in transformers do not bound time steps, as their prompts do: each token is computed with all
-before it."""
+"""Models that in transformers bound time steps for prompts but not for decodes.
+Each of their tokens is computed with all earlier ones.
+"""
 
 
 def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -22,7 +23,7 @@ def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def built(model_type: str, **changes: int) -> Any:
-    """A model of random weights; ``changes`` of its configuration."""
+    """Return a model of random weights; ``changes`` override its configuration."""
     config = tiny_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -35,15 +36,16 @@ def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num
     """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
     model = built(model_type)
     model.save_pretrained(folder)
-    tokens = [_generated(model, prompt, num_tokens) for prompt in prompts]
+    tokens = [generated(model, prompt, num_tokens) for prompt in prompts]
     assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
     return tokens
 
 
-def _generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """The tokens of a model that has none of earlier texts' states."""
+def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the tokens of a model that has no states of earlier texts."""
     for each in model.modules():
-        if hasattr(each, "conv1d_state"):  # RecurrentGemma's block goes on from it where a prompt is one token
+        # otherwise RecurrentGemma would continue from an earlier state for a prompt of one token
+        if hasattr(each, "conv1d_state"):
             each.conv1d_state = None
     caches = model.config.model_type not in OTHER_DECODES
     text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, use_cache=caches)[0]

@@ -1,9 +1,9 @@
 """Finds prompt seeds for the table in model_zoo.py: python tests/zoo_search.py [name ...] [--seeds 12]
 
-Rerun it where test_references.py fails, as after a new transformers that draws or computes otherwise, and put
-the seed with the largest gap that holds into the table. `noise` is how far the logits move when every
-weight moves by its last bit: the gap has to stay well above it, or equality depends on rounding. It also
-shows where a router of experts, or a model as a whole, is close to tipping over.
+Run it again if test_references.py fails, for instance with a new transformers, and put the seed with the largest gap
+into the table. `noise` is the largest change of a logit when every weight moves by its last bit. The gap must be well
+above it, or equality depends on rounding. The noise also shows whether a router of experts, or a whole model, is
+unstable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from helpers import model_zoo
 
 
 def noise(name: str, reference: model_zoo.Reference) -> float:
-    """The largest change of a logit when each weight changes by about half a unit in its last place."""
+    """Return the largest change of a logit if each weight changes by about half a unit in its last place."""
     exact, moved = model_zoo.build_model(name), model_zoo.build_model(name)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -30,7 +30,7 @@ def noise(name: str, reference: model_zoo.Reference) -> float:
 
 
 def search(name: str, seeds: int) -> None:
-    """Prints what each prompt seed gives, and the best."""
+    """Print the result of each prompt seed, and the best."""
     model, recipe, best = model_zoo.build_model(name), model_zoo.RECIPES[name], (0.0, 0)
     for seed in range(1, seeds + 1):
         model_zoo.RECIPES[name] = dataclasses.replace(recipe, prompt_seed=seed)

@@ -1,4 +1,4 @@
-"""Plans beside simulations with the plan's own flags: tokens per second and time per token within 3 %."""
+"""Compares plans with simulations of the same flags: tokens per second and time per token within 3 %."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PAIRS = [
     pytest.param("qwen3-32b", "mi300x", "threadripper-7995wx", 256, 1024, "50", marks=pytest.mark.thorough),
     pytest.param("llama-7b", "l4", "epyc-7452", 2048, 128, "inf", marks=pytest.mark.thorough),
 ]
-"""Ranks and one GPU; hosts far away and the GPU's own; prompts of less and of more than a step's budget."""
+"""Cases: ranks and one GPU, remote hosts and the GPU's own, prompts shorter and longer than a step's budget."""
 
 
 def written(words: list[str], path: Path) -> dict[str, Any]:
-    """Return what a command writes as JSON."""
+    """Return the JSON that a command writes."""
     assert main([*words, "--output-json", str(path)]) == 0
     return dict(json.loads(path.read_text("utf-8")))
 
@@ -58,8 +58,10 @@ def test_plan_and_simulate_agree(
 
 
 def test_prompts_take_seats_and_steps_by_hand() -> None:
-    """64 seats, outputs of 100 tokens after prompts of 4,000, which take two chunks of 1,988 and a rest, in 2,688 a
-    step; without prompts every seat gives a token in every step."""
+    """Check 64 seats with outputs of 100 tokens after prompts of 4,000, by hand.
+    A prompt takes two chunks of 1,988 and a rest, in steps of 2,688 tokens. Without prompts every seat gets a token in
+    every step.
+    """
     workload = Workload(4100, 4000)
     budget = batch_tokens(64, workload)
     mix = StepMix.of(workload, 64)

@@ -1,4 +1,4 @@
-"""Timing beside an anchor, on machines whose speed is made up."""
+"""Timing beside an anchor, on machines with invented speeds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fastdecode.perfmodel.calibration import Anchor, steadily, summary
 
 
 def answers(*seconds: float) -> Callable[[], float]:
-    """One after the other."""
+    """Return a function that returns ``seconds`` one after another."""
     each: Iterator[float] = iter(seconds)
     return lambda: next(each)
 
 
 def test_a_slow_minute_is_scaled_away() -> None:
-    """The machine is twice as slow as when the reference was taken, and so is what is measured."""
+    """The machine is half as fast as at the reference, and so is the measurement."""
     anchor = Anchor.of(answers(1.0, 3.0, 1.0, 2.0, 2.0))
     (found,) = steadily([anchor], lambda: np.array([[10.0, 1.0], [12.0, 3.0], [11.0, 2.0]]))
     assert (found.drift, found.moved, found.tries) == (2.0, 0.0, 1)
@@ -33,7 +33,7 @@ def test_what_moved_is_taken_again_and_the_steadiest_counts() -> None:
 
 
 def test_one_steady_anchor_is_not_enough() -> None:
-    """Both have to stand still; once they do, nothing is repeated."""
+    """Both anchors must be steady; once they are, nothing is repeated."""
     samples = answers(1.0, 2.0)
     moving, still = Anchor(answers(1.0, 1.2, 1.2), 1.0), Anchor(answers(4.0, 4.0, 4.0), 2.0)
     first, second = steadily([moving, still], lambda: np.array([[samples()]]))

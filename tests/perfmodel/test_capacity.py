@@ -1,4 +1,4 @@
-"""Workloads, SLOs and the search for the largest rate that keeps to one."""
+"""Workloads, SLOs, and the search for the largest rate that meets one."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_an_slo_is_about_the_median_delay_and_the_slowest_gaps() -> None:
     assert Slo(0.11).is_met(quick) and not Slo(0.09).is_met(quick)
     assert Slo(0.11).is_met([*quick, ran(0, 3, 4)]) and not Slo(0.11).is_met([ran(0, 3, 4)])
     assert Slo(0.11, 3.5).is_met([ran(0, 3, 4)])
-    stalled = ran(0, 0, 0, 1, 2, 3)  # three slow gaps of 203: P99 lies in them; of 803 it does not
+    stalled = ran(0, 0, 0, 1, 2, 3)  # P99 of 203 gaps is among the three slow ones; P99 of 803 gaps is not
     assert not Slo(0.11).is_met([*quick, stalled]) and Slo(0.11).is_met([*quick * 4, stalled])
     assert not Slo(9, 9).is_met([ran(0, 0, 1, output_len=2)])
 
 
 def test_lost_means_lost() -> None:
-    """Half of the requests late: no end of the others can mend the median."""
+    """Half of the requests are late, so no later request can improve the median."""
     requests = [ran(0, 3, 4), ran(0, None), ran(1, None), ran(0, 1, 2)]
     assert Slo(1).is_lost(requests, 3.5) and not Slo(1).is_lost(requests, 2.5)
     assert not Slo(1).is_lost([ran(0, 1, 2), ran(9, None)], 5.0)
@@ -80,10 +80,9 @@ def capacity(workload: SimulatedWorkload, slo: Slo, machine: PlainMachine) -> fl
 
 
 def test_capacity_is_that_of_the_machine() -> None:
-    """8 seats and 10 steps of 0.1 s each: 8 requests a second. At a rate r above that the i-th of 50 requests waits
-    i(1/8 − 1/r), half a second at the median where r is 9.52.
-
-    Twice the machine is twice the capacity, and a looser SLO never less of it.
+    """8 seats and 10 steps of 0.1 s each make 8 requests per second.
+    At a higher rate r the i-th of 50 requests waits i(1/8 − 1/r): half a second at the median for r = 9.52. A machine
+    twice as fast has twice the capacity, and a looser SLO never reduces it.
     """
     workload = SimulatedWorkload([[0]] * 50, [10] * 50, np.arange(50.0))
     slo, machine = Slo(0.15, 0.5), PlainMachine(0.1)
@@ -105,7 +104,7 @@ def test_log_normals_go_through_median_and_p90() -> None:
     [("sarathi-chat", (1730, 5696), (415, 834), 8192), ("sarathi-arxiv", (7059, 12985), (208, 371), 16384)],
 )
 def test_sarathis_workloads(name: str, prompt: tuple[int, int], output: tuple[int, int], most: int) -> None:
-    """Table 2 of the paper, no total above its limit; the same seed gives the same requests at any rate."""
+    """Table 2 of the paper; no total exceeds its limit, and the same seed gives the same requests at any rate."""
     workload = drawn_workload(SARATHI[name], 3000, 1)
     assert np.percentile(workload.prompt_lens, [50, 90]) == pytest.approx(prompt, rel=0.06)
     assert np.percentile(workload.output_lens, [50, 90]) == pytest.approx(output, rel=0.06)
@@ -120,7 +119,7 @@ LINE = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
 
 
 def test_a_trace_keeps_its_gaps_and_has_a_rate() -> None:
-    """Lines in any order, time from the first; asked for twice the rate, it comes twice as fast."""
+    """Lines may be in any order, with times from the first; at twice the rate, requests arrive twice as fast."""
     items = read_trace(LINE % (12.0, 7, 1) + "\n" + LINE % (10, 5, 2) + LINE % (20.0, 9, 3), "t.jsonl")
     assert items == [TraceItem(0.0, 5, 2), TraceItem(2.0, 7, 1), TraceItem(10.0, 9, 3)]
     workload = traced_workload(items)

@@ -1,4 +1,4 @@
-"""``fastdecode plan``: the contract's keys, one clear line for what cannot be, and nothing slow."""
+"""``fastdecode plan``: the contract's keys, one clear line for each impossible case, and its speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_bare_numbers_give_the_papers_plan(tmp_path: Path) -> None:
-    """What a model or a GPU would have to say is null."""
+    """Figures that need a model or a GPU are null."""
     found = plan(tmp_path, *NUMBERS)
     assert set(found) >= CONTRACT
     assert f"{found['num_r_workers_exact']:.1f}" == "9.2"
@@ -57,12 +57,12 @@ V3 += ["--tensor-parallel-size", "16", "--mini-batch-size", "64"]
 def test_who_absorbs_latents_is_decided_by_tokens_per_second(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of `s` and `r` the better one, in words and in figures; R-workers' K and V come off their memory."""
+    """The better one of `s` and `r` wins, in words and in figures; R-workers' K and V reduce their memory."""
     found = {side: plan(tmp_path, *V3, "--latent-absorption", side) for side in ("s", "r", "auto")}
     rates = {side: each["output_tokens_per_second"] for side, each in found.items()}
     assert rates["auto"] == max(rates["s"], rates["r"]) and rates["r"] > rates["s"]
     assert found["auto"]["latent_absorption"] == "r" and found["s"]["latent_absorption"] == "s"
-    assert found["s"]["r_workers_arithmetic_over_reads"] == pytest.approx(0.72, abs=0.01)  # 8 heads to a rank
+    assert found["s"]["r_workers_arithmetic_over_reads"] == pytest.approx(0.72, abs=0.01)  # 8 heads per rank
     assert "R-workers multiply K and V of latents, 0.128 GB each" in capsys.readouterr().out
     small = ["--kv-cache-memory", "0.1GB"]
     assert main(["plan", *V3, "--latent-absorption", "r", *small]) == 1
@@ -79,7 +79,7 @@ GEMMA = {
 
 
 def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten of Gemma-3's 62 layers see all of 32,768 tokens. R-workers keep everything, and read a fifth of it."""
+    """Ten of Gemma-3's 62 layers see all 32,768 tokens. R-workers store everything and read a fifth."""
     path = tmp_path / "config.json"
     where = ["--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "32768", "--prompt-len", "30000"]
     path.write_text(json.dumps(GEMMA))
@@ -95,14 +95,14 @@ def test_windows_are_read_and_not_the_whole_context(tmp_path: Path, capsys: pyte
 
 
 def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also by the GPUs alone, which hold all of it."""
+    """This also holds for the GPUs alone, which store all tokens."""
     where = ["--model", "minimax-m3", "--gpu", "h200", "--tensor-parallel-size", "8", "--cpu", "epyc-9654"]
     found = plan(tmp_path, *where, "--seq-len", "131072", "--prompt-len", "122880", "--tpot", "inf")
     held, read = found["kv_bytes_per_token"], found["kv_bytes_read_per_token"]
-    assert held == 60 * 2 * 128 * 2 + 57 * 256  # a rank has one KV head, and the index's keys whole
+    assert held == 60 * 2 * 128 * 2 + 57 * 256  # a rank has one KV head, and all keys of the index
     assert read == pytest.approx(512 * (3 + 57 * 2048 / (122880 + 4096)) + 57 * 256)
     assert found["r_workers_set_by"] == "memory" and found["r_workers_bound_by"] == "reads"
-    free = 0.9 * 8 * 141e9 - 2 * 426.1e9 - 7 * 2 * 6144 * 200064  # of one embedding per rank
+    free = 0.9 * 8 * 141e9 - 2 * 426.1e9 - 7 * 2 * 6144 * 200064  # each rank has one embedding
     assert found["gpu_only"]["max_batch_size"] == int(free / (122880 + 4096) / (60 * 2048 + 57 * 256))
     out = capsys.readouterr().out
     assert "297.2 GB/s of KV (reads bind: arithmetic needs " in out and "57 of 60 layers read 2048 tokens" in out
@@ -112,7 +112,7 @@ def test_an_index_reads_less_than_is_held(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that are read, and keys that are scanned, each at its own measured rate; without a scan it is asked for."""
+    """Rows and scanned keys each have their measured rate; a profile without a scan is refused."""
     shape = replace(BUILT_IN["minimax-m3"], dtype="float16")
     tokens = {(1024, 256): 2e-5, (16, 4096): 2e-5, (16, 128): 2e-5}
     rows, scans = (
@@ -140,7 +140,7 @@ def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_profile_decides_who_absorbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By links and R-workers as measured: R-workers where the link is slow, the S-worker where their products are."""
+    """R-workers absorb if the measured link is slow, and the S-worker absorbs if R-workers' products are slow."""
     shape = replace(BUILT_IN["deepseek-v3"], dtype="float16")
     heads = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576}
     sizes = ((1024, 256), (16, 4096), (16, 128), (256, 1024))
@@ -183,7 +183,7 @@ def test_names_give_a_plan_with_everything(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_more_r_workers_on_a_host_share_what_it_has(tmp_path: Path) -> None:
-    """Two sockets of 132 GB/s each: eight R-workers get a fourth of one each, and as many hosts are needed."""
+    """Two sockets of 132 GB/s each: eight R-workers get a quarter of a socket each, and need as many hosts."""
     named = (
         "--model",
         "llama-7b",
@@ -198,7 +198,7 @@ def test_more_r_workers_on_a_host_share_what_it_has(tmp_path: Path) -> None:
     )
     two, eight = (plan(tmp_path, *named, "--r-workers-per-host", number) for number in ("2", "8"))
     assert eight["num_r_workers_exact"] == pytest.approx(4 * two["num_r_workers_exact"], rel=0.05)
-    assert two["num_hosts"] <= eight["num_hosts"] <= two["num_hosts"] + 1  # more of them have a slower slowest
+    assert two["num_hosts"] <= eight["num_hosts"] <= two["num_hosts"] + 1  # with more R-workers, the slowest is slower
     one = plan(tmp_path, *named, "--r-workers-per-host", "1")  # half of a host, as fast as before
     assert one["num_r_workers_exact"] == two["num_r_workers_exact"]
 
@@ -211,8 +211,8 @@ def test_a_profile_gives_a_plan_and_says_whose_it_is(tmp_path: Path, capsys: pyt
     assert found["num_r_workers_exact"] == pytest.approx(exact)
     assert found["gpu_only"]["max_batch_size"] == 30
     r_part = 2e-5 + 1.239e-7 * 1024 * 512 / 10
-    host = 1e-3 + 10 * 1e-4 + 1e-6 * 2048  # ten R-workers are told of every step
-    trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower of two links
+    host = 1e-3 + 10 * 1e-4 + 1e-6 * 2048  # each step sends messages to ten R-workers
+    trip = 3e-5 + 1024 * 32_768 / 10e9  # the slower one of two links
     assert found["step_seconds"] == pytest.approx(32 * (7.08e-3 + trip + r_part) + 2 * 1e-3 + host)
     assert (
         "measured on cluster with fastdecode 0.1.0: S-worker NVIDIA A10, R-worker Epyc 7452 (avx2)"
@@ -226,7 +226,7 @@ def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
     assert int8["num_r_workers_exact"] / base["num_r_workers_exact"] == pytest.approx((128 + 4) / 256)
     prompts = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--prompt-len", "512")
     assert prompts["output_tokens_per_second"] < base["output_tokens_per_second"]
-    peak = (1024 + 32) * (512 + (512 + 16) / 2)  # with one micro-batch whose prompts are computed
+    peak = (1024 + 32) * (512 + (512 + 16) / 2)  # with one micro-batch in its prompts
     assert peak <= prompts["kv_load_limit"] <= 1.05 * peak  # and the fullest R-worker's share
     assert plan(tmp_path, *NAMES, "--latency-limit", "300")["sequence_seconds"] <= 300
     hidden = plan(tmp_path, *NAMES, "--mini-batch-size", "512", "--overlapped-transport")
@@ -235,7 +235,7 @@ def test_kv_dtype_prompts_and_latency_reach_the_plan(tmp_path: Path) -> None:
 
 
 def test_rows_of_prompts_send_keys_and_values_alone() -> None:
-    """Half of the rows send q, k, v and o, half k and v; each of two ranks half of it, over its own PCIe."""
+    """Half of the rows send q, k, v and o, half send k and v; each of two ranks sends half over its own PCIe."""
     args = build_parser().parse_args(["plan", *NAMES, "--prompt-len", "512", "--tensor-parallel-size", "2"])
     transport = read_inputs(args).planner.transport
     assert transport.row_bytes == 2 * 4096 * (4 + 2) / 2 / 2
@@ -243,7 +243,7 @@ def test_rows_of_prompts_send_keys_and_values_alone() -> None:
 
 
 def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) -> None:
-    """Short sequences on a GPU with much memory."""
+    """Sequences are short, and the GPU has much memory."""
     short = ["--gpu", "h200", "--prompt-len", "100", "--seq-len", "128"]
     assert main(["plan", "--model", "llama-7b", "--cpu", "epyc-9654", *short]) == 0
     assert "Do not use FastDecode here" in capsys.readouterr().out
@@ -294,7 +294,7 @@ def test_the_gpu_alone_wins_where_it_should(capsys: pytest.CaptureFixture[str]) 
 def test_failures_are_one_clear_line(
     arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2 for wrong usage, 1 where no plan can be; the later of two equal flags counts."""
+    """The exit status is 2 for wrong usage, and 1 if no plan exists; the later one of two equal flags counts."""
     assert main(["plan", *arguments]) == status
     error = capfd.readouterr().err.strip()
     assert error.startswith("fastdecode: error: ") and message in error
@@ -329,7 +329,7 @@ def test_emitted_files_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_an_emitted_model_is_one_that_an_engine_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that only plans know is asked for; of a config.json its folder is given."""
+    """A name that only plans know is asked for; of a config.json, its folder is given."""
     assert main(["plan", *NAMES, "--emit", "mpirun"]) == 0
     line = capsys.readouterr().out.replace("mpirun ", "echo ", 1)
     asked = subprocess.run(["sh", "-c", line], env={}, capture_output=True, text=True, check=False)
@@ -341,7 +341,7 @@ def test_an_emitted_model_is_one_that_an_engine_loads(tmp_path: Path, capsys: py
 
 
 def test_emitted_prefill_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each on a host of its own, with the S-worker's model; all ranks with a key."""
+    """Each prefill worker is on its own host with the S-worker's model; all ranks have a key."""
     flags = [*NAMES, *PROMPTS, "--num-prefill-workers", "3"]
     text = {}
     for form in ("hostfile", "sbatch", "mpirun"):
@@ -360,7 +360,7 @@ def test_emitted_prefill_workers(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("form", ["sbatch", "mpirun"])
 def test_emitted_r_workers_get_the_memory_that_was_planned_with(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the S-worker gets none, which it would refuse: as asked for, else what the preset was taken to have."""
+    """R-workers get the memory of the flags, or else of the preset; the S-worker gets no such flag."""
     for flags, memory in ((["--kv-cache-memory", "50GiB"], "50GiB"), ([], str(int(0.8 * 128e9)))):
         assert main(["plan", *NAMES, *flags, "--mini-batch-size", "1024", "--emit", form]) == 0
         text = capsys.readouterr().out
@@ -381,13 +381,13 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main(["plan", *NAMES, "--plot", str(tmp_path / "plan.png")]) == 2
     assert "plots need matplotlib: pip install 'fastdecode[plot]'" in capfd.readouterr().err
 
 
 def test_a_plan_takes_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
-    """Processor seconds, since the machine may be shared; the imports of the command itself in a process of its own."""
+    """Processor seconds are counted, since the machine may be shared; imports run in a separate process."""
     start = time.process_time()
     assert main(["plan", *NAMES, "--latency-limit", "300"]) == 0
     assert time.process_time() - start < 1.0
@@ -407,7 +407,7 @@ PROMPTS = ["--prompt-len", "512", "--mini-batch-size", "256", "--overlapped-tran
 
 
 def test_prefill_workers_in_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many as keep up, or as asked for; decodes then wait for no prompt."""
+    """The plan has as many prefill workers as keep up, or as requested; then decodes wait for no prompt."""
     without = plan(tmp_path, *NAMES, *PROMPTS)
     chosen = plan(tmp_path, *NAMES, *PROMPTS, "--num-prefill-workers", "auto", "--prefill-gpu", "t4")
     assert "prefill" not in without
@@ -427,7 +427,7 @@ def test_prefill_workers_in_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_prefill_workers_as_measured(tmp_path: Path) -> None:
-    """By a profile that has seen them; one that has not says how it would."""
+    """A profile must have measured prefill workers; otherwise the error names the command."""
     prompts = tuple(PrefillPoint(n, 1e-3 * n + 0.01, num_busy=busy) for n in (512, 2048) for busy in (1, 2))
     path = tmp_path / "profile.json"
     given = ["--profile", str(path), "--seq-len", "1024", *PROMPTS, "--num-prefill-workers", "2"]

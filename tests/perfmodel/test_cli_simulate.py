@@ -1,4 +1,4 @@
-"""``fastdecode simulate``: the benchmark's keys, every way to name a machine, and one clear line for what cannot be."""
+"""``fastdecode simulate``: the benchmark's keys, all ways to name a machine, and one clear line per impossible case."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_names_give_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["kv_load"]["peak_tokens"] <= found["kv_load"]["limit_tokens"] == 200
     assert found["breakdown"]["wall_seconds"] <= found["elapsed_time"]
     assert 0 < found["utilisation"]["r_workers_mean"] <= found["utilisation"]["r_workers_max"] < 1
-    assert found["scheduling_delay_seconds"]["p50"] > 0  # 24 requests, 8 seats
+    assert found["scheduling_delay_seconds"]["p50"] > 0  # 24 requests share 8 seats
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
     assert "llama-7b on a10 and epyc-7452, 2 R-worker(s): 24 requests, sls" in text and "Throughput: " in text
 
 
 def test_r_workers_by_plan_and_a_load_limit_by_balance(tmp_path: Path) -> None:
-    """Bare numbers: in the T = 7.08 ms of each of two mini-batches the one R-worker attends T / R tokens."""
+    """Bare numbers: in the T = 7.08 ms of each of two mini-batches, the one R-worker attends T / R tokens."""
     found = simulate(tmp_path, *BARE)
     assert found["kv_load"]["limit_tokens"] == int(2 * 7.08e-3 / 1.239e-7)
     assert found["decode"]["step_seconds_p50"] == pytest.approx(32 * 2 * 7.08e-3, rel=1e-3)
@@ -68,8 +68,9 @@ def test_r_workers_by_plan_and_a_load_limit_by_balance(tmp_path: Path) -> None:
     ],
 )
 def test_auto_takes_the_mini_batches_whose_steps_take_less(machine: list[str], schedule: str, number: int) -> None:
-    """At R = S two mini-batches wait for the way to R-workers and back; a third costs one more loading of the weights,
-    and waves are far from R = S most of the time."""
+    """At R = S, two mini-batches wait for the link; a third one costs one more loading of the weights.
+    Waves are far from R = S most of the time.
+    """
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     workload = ["--random-input-len", "16", "--random-output-len", "1008", "--num-prompts", "1024"]
@@ -79,7 +80,7 @@ def test_auto_takes_the_mini_batches_whose_steps_take_less(machine: list[str], s
 
 
 def test_an_automatic_load_limit_counts_seats_and_not_requests(tmp_path: Path) -> None:
-    """As a live run's does, from the same figures."""
+    """The limit equals that of a live run with the same figures."""
     few, many = (
         simulate(tmp_path, *NAMES, "--num-r-workers", "2", "--max-num-seqs", "64", "--num-prompts", number)
         for number in ("8", "24")
@@ -113,7 +114,7 @@ def test_a_trace_and_a_gpu_alone(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_capacity_keeps_its_slo_and_a_looser_one_is_no_less(tmp_path: Path) -> None:
-    """The report is of the run at that rate."""
+    """The report describes the run at that rate."""
     flags = [*ALONE, "--num-prompts", "60", "--schedule", "stall-free"]
     rates = []
     for delay in ("0.2", "0.5"):
@@ -152,7 +153,7 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*NAMES, "--dataset-name", "sarathi-chat", "--enable-prefix-caching"], 2, "and no tokens to compare"),
         ([*NAMES, "--kv-cache-memory", "20MB"], 1, "fewer than one sequence of"),
         ([*YI, "--gpu", "a10"], 1, "has room for 21.6 GB: 47.2 GB too little (needs 4 of its kind"),
-        ([*NAMES, "--slo-delay-p50", "inf"], 2, "slo_delay_p50 is half of what a capacity search keeps to"),
+        ([*NAMES, "--slo-delay-p50", "inf"], 2, "slo_delay_p50 is one of two limits of a capacity search"),
         ([*NAMES, "--slo-tbt-p99", "1", "--slo-delay-p50", "inf"], 2, "delay_p50_seconds must be above 0 seconds"),
         ([*ALONE, "--cpu", "epyc-7452"], 2, "the GPU alone: cpu has no place there"),
         ([*ALONE, "--profile", "p.json"], 2, "the GPU alone: profile has no place there"),
@@ -166,7 +167,7 @@ def test_where_no_rate_keeps_the_slo_the_report_has_the_rate_it_ran_at(
         ([*BARE, "--tensor-parallel-size", "2"], 2, "tensor_parallel_size has no place beside bare numbers"),
         ([*NAMES, "--events", "/no/such"], 2, "cannot read events /no/such"),
         ([*NAMES, "--mtbf", "0"], 2, "mtbf must be above 0 hours and finite, not 0.0"),
-        ([*NAMES, "--restart-seconds", "1"], 2, "restart_seconds is of R-workers that are lost at random"),
+        ([*NAMES, "--restart-seconds", "1"], 2, "restart_seconds is for R-workers that are lost at random"),
         ([*NAMES, "--mtbf", "1", "--restart-seconds", "-1"], 2, "restart_seconds must be at least 0, not -1.0"),
         ([*ALONE, "--mtbf", "1"], 2, "the GPU alone: mtbf has no place there"),
         ([*NAMES, "--num-r-workers", "1", "--mtbf", "1e-6"], 1, "simulated seconds the last R-worker is lost"),
@@ -189,7 +190,7 @@ def test_failures_are_one_clear_line(
 
 
 def test_weights_that_leave_no_room_for_a_block(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A vocabulary that takes all but a few KB of what an A10 has for weights and cache."""
+    """The vocabulary takes all but a few KB of an A10's memory for weights and cache."""
     config: dict[str, Any] = {
         "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
         "num_attention_heads": 32, "vocab_size": 1, "torch_dtype": "float16",
@@ -201,7 +202,7 @@ def test_weights_that_leave_no_room_for_a_block(tmp_path: Path, capfd: pytest.Ca
     assert "a10 has room for 0 cached tokens, and one KV block has 32" in capfd.readouterr().err
 
 
-@pytest.mark.thorough  # nor does a plan
+@pytest.mark.thorough  # nor does a plan fit
 def test_a_simulation_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
@@ -217,7 +218,7 @@ sys.exit(str(heavy) if heavy else status)
 
 
 def test_prefill_workers_take_prompts_from_the_s_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same requests: decodes never wait for a prompt, and the first token comes sooner."""
+    """With prefill workers decodes never wait for a prompt, and the first token comes sooner."""
     given = [*NAMES, "--num-r-workers", "2", "--random-input-len", "1000", "--request-rate", "4"]
     without = simulate(tmp_path, *given)
     found = simulate(tmp_path, *given, "--num-prefill-workers", "2", "--prefill-link", "300GB")
@@ -230,7 +231,7 @@ def test_prefill_workers_take_prompts_from_the_s_worker(tmp_path: Path, capsys: 
 
 
 def test_events_are_told_with_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same run without them gives the rate to compare with; two copies have next to nothing computed again."""
+    """The same run without events gives the rate for comparison; with two copies almost nothing is recomputed."""
     path = tmp_path / "events.jsonl"
     lines = [("lose", 1, 1.0), ("slow", 0, 1.2), ("join", 1, 1.5), ("drain", 2, 1.6), ("drain", 2, 9.0)]
     more = {"slow": {"factor": 2.0}}
@@ -250,7 +251,8 @@ def test_events_are_told_with_what_they_cost(tmp_path: Path, capsys: pytest.Capt
         assert events["output_tokens_per_second"] == found[copies]["output_tokens_per_second"]
         assert 0 < events["kept_share"] <= 1 and events["given_up_requests"] == 0
         assert 0 < events["pause_seconds"]["p50"] <= events["pause_seconds"]["max"] and events["num_pauses"] > 0
-        assert found[copies]["lost_workers"] == found[copies]["joined_workers"] == 1  # in the place of the lost one
+        # it takes the place of the lost one
+        assert found[copies]["lost_workers"] == found[copies]["joined_workers"] == 1
         assert found[copies]["total_output_tokens"] == 48 * 30
     assert found["1"]["events"]["output_tokens_per_second_without"] == undisturbed["output_tokens_per_second"]
     assert found["2"]["events"]["recomputed_tokens"] <= 2 < found["1"]["events"]["recomputed_tokens"]
@@ -266,14 +268,14 @@ def test_random_losses_are_those_of_the_seed(tmp_path: Path) -> None:
 
 
 def test_two_copies_need_two_r_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the engine refuses them; as many as the plan says are two at least."""
+    """The engine refuses one R-worker for two copies too; an automatic plan has at least two."""
     assert main(["simulate", *NAMES, "--num-r-workers", "1", "--kv-replicas", "2"]) == 2
     assert "two copies need two R-workers" in capsys.readouterr().err
     assert main(["simulate", *NAMES, "--num-prompts", "2", "--kv-replicas", "2"]) == 0
 
 
 def test_the_gpu_alone_reads_what_its_windows_leave(tmp_path: Path) -> None:
-    """With room for all, no window is slower; a window of every layer leaves less to read and to keep."""
+    """With room for all tokens, windows make nothing slower; a window in every layer reduces reads and memory."""
     path = tmp_path / "config.json"
     found = []
     for window in (None, 16):

@@ -1,4 +1,4 @@
-"""What ``validate`` has measured is on the disk before anything else can fail."""
+"""``validate`` writes its measurements to disk before anything else can fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = ValidatedRow(
 
 
 class Measuring:
-    """In place of a Validation: its offline run is the one given, or ends as given."""
+    """Replaces a Validation: its offline run is the given one, or fails in the given way."""
 
     def __init__(self, found: OfflineRun | BaseException) -> None:
         self.found = found
@@ -35,7 +35,7 @@ class Measuring:
 
 
 def broken_off(trouble: type[BaseException]) -> Iterator[ValidatedRow]:
-    """One row, and then the end."""
+    """Yield one row, then raise ``trouble``."""
     yield ROW
     raise trouble
 

@@ -1,4 +1,4 @@
-"""Properties of the equations, and slow oracles for those that are sums in closed form."""
+"""Properties of the equations, and slow oracles for sums in closed form."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SECONDS = st.floats(1e-6, 1e-1)
     ("in_flight", "output_len", "interval"), [(1024, 1024, 32), (4, 64, 16), (34, 1024, 30), (100, 5, 1)]
 )
 def test_default_interval_by_hand(in_flight: int, output_len: int, interval: int) -> None:
-    """A 32nd of the steps; a quarter for four sequences; 30 for one of 34 at a time; never less than a step."""
+    """The interval is a 32nd of the steps, a quarter for four sequences, 30 for one of 34 at a time; at least one."""
     assert equations.default_interval_steps(in_flight, output_len) == interval
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5), st.integers(0, 30))
 def test_peak_load_is_that_of_the_schedule(intervals: int, interval: int, micro_batch: int, prompt_len: int) -> None:
-    """Step by step: a micro-batch starts every F steps, and each of its sequences attends one token more per step."""
+    """A micro-batch starts every F steps, and each of its sequences attends one more token per step."""
     output_len = intervals * interval
     in_flight = micro_batch * intervals
     assert equations.micro_batch_size(in_flight, output_len, interval) == pytest.approx(micro_batch)
@@ -54,7 +54,7 @@ def test_peak_load_is_that_of_the_schedule(intervals: int, interval: int, micro_
 
 @given(LENGTHS, LENGTHS)
 def test_whole_sequences_start_together_at_the_default_interval(in_flight: int, output_len: int) -> None:
-    """An interval of whole steps leaves at most half a step's sequences above or below a whole number."""
+    """With an interval of whole steps, the rounding error is at most half a step's sequences."""
     interval = equations.default_interval_steps(in_flight, output_len)
     together = equations.micro_batch_size(in_flight, output_len, interval)
     assert interval == 1 or abs(together - max(1, round(in_flight / 32))) <= in_flight / output_len / 2 + 1e-9
@@ -74,7 +74,7 @@ def test_balanced_r_workers_balance(
 
 
 def test_rows_per_output_token_by_hand() -> None:
-    """Of a prompt of 300, 100 are shared and computed once for all; the other 200 come with 50 tokens of output."""
+    """100 of the 300 prompt tokens are shared and computed once; the other 200 come with 50 output tokens."""
     assert Workload(350, 300, shared_prefix_len=100).rows_per_output_token == 5.0
     assert Workload(350).rows_per_output_token == 1.0
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_divided_is_named() -> None:
 
 @given(st.lists(LENGTHS, min_size=1, max_size=50), LENGTHS)
 def test_mean_context_of_unequal_sequences(outputs: list[int], prompt_len: int) -> None:
-    """Averaged over the steps of all sequences, one by one; the equation counts half a token less."""
+    """The mean over the steps of all sequences is half a token above the equation."""
     lengths = np.array(outputs)
     cv = float(lengths.std() / lengths.mean())
     workload = Workload(prompt_len + lengths.mean(), prompt_len, output_len_cv=cv)
@@ -97,7 +97,7 @@ def test_mean_context_of_unequal_sequences(outputs: list[int], prompt_len: int) 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("model", ["llama-7b", "mixtral-8x7b"])
 def test_s_part_grows_less_than_its_rows(gpu: str, model: str) -> None:
-    """T(B) rises and E(B) rises too."""
+    """Both T(B) and E(B) rise with B."""
     s_part = GpuSPart(BUILT_IN[model], find_gpu(gpu))
     times = [s_part.layer_seconds(rows) for rows in (1, 64, 512, 4096)]
     assert times == sorted(times)
@@ -134,7 +134,7 @@ def test_kernel_rate_falls_with_the_group(group: int, dtype: str) -> None:
 
 
 def model(k: int = 2, workers: float = 1.0, transport: Transport | None = None) -> StepModel:
-    """Ten layers; T(B) 1 ms up to 100 rows; R 1 µs per token."""
+    """Return a model of ten layers; T(B) is 1 ms up to 100 rows; R is 1 µs per token."""
     s_part = MeasuredSPart((100,), (1e-3,), (2e-3,))
     return StepModel(10, s_part, RPart(1e-6), workers, k, transport or Transport(), step_overhead_seconds=5e-3)
 
@@ -154,7 +154,7 @@ def test_transport_by_hand() -> None:
     """100 rows take 0.4 ms to a first hop and 0.2 ms to a second."""
     hops = {"row_bytes": 4.0, "hop_bytes_per_second": (1e6, 2e6)}
     overlapped, exposed = Transport(**hops), Transport(**hops, overlapped=False)
-    # hidden in B's S-part
+    # hidden behind B's S-part
     assert model(2, transport=overlapped).layer_seconds(Load.decode(200, 0)) == pytest.approx(2e-3)
     assert model(2, transport=overlapped).layer_seconds(Load.decode(200, 2000)) == pytest.approx(2.6e-3)  # S + trip + R
     assert model(2, transport=overlapped).bottleneck(Load.decode(200, 2000)) == "round-trip"
@@ -163,7 +163,7 @@ def test_transport_by_hand() -> None:
     assert model(2, transport=exposed).layer_seconds(Load.decode(200, 2000)) == pytest.approx(2 * 1.6e-3)
     assert model(2, transport=exposed).layer_seconds(Load.decode(200, 4000)) == pytest.approx(2 * 2.6e-3)
     slow = model(3, transport=dataclasses.replace(overlapped, hop_bytes_per_second=(1e5, 2e5)))
-    # the slower hop; the other works meanwhile
+    # the slower hop; the other one works meanwhile
     assert slow.layer_seconds(Load.decode(300, 3000)) == pytest.approx(3 * 4e-3)
     assert slow.bottleneck(Load.decode(300, 3000)) == "transport"
 
@@ -233,7 +233,7 @@ def test_two_gpus_are_twice_one() -> None:
 
 
 def test_every_figure_names_its_source() -> None:
-    """A preset is measured only where the papers measured that very part."""
+    """A preset counts as measured only if the papers measured that very part."""
     figures = [
         figure
         for preset in (*GPUS.values(), *CPU_HOSTS.values())
@@ -248,7 +248,7 @@ def test_every_figure_names_its_source() -> None:
 
 
 def test_pure_arithmetic_needs_numpy_and_msgspec_only(tmp_path: Path) -> None:
-    """In a process of its own, outside the checkout."""
+    """The imports are checked in a separate process, outside the checkout."""
     code = """
 import importlib, pkgutil, sys
 import numpy

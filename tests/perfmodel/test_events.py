@@ -1,4 +1,4 @@
-"""What happens to workers of a simulation: read, drawn, and against cases worked out by hand."""
+"""Worker events of a simulation: reading, random draws, and cases computed by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def simulate(
 
 
 def test_events_are_read_in_order_of_time() -> None:
-    """A machine that has never been there joins under the next number, and may then be named."""
+    """A new machine joins under the next number; later lines may name it."""
     lines = [
         {"seconds": 30, "event": "slow", "r_worker": 2, "factor": 1.5},
         {"seconds": 2.5, "event": "lose", "r_worker": 1},
@@ -102,12 +102,12 @@ def test_what_cannot_be_is_named_with_its_line(line: str, message: str) -> None:
 
 
 def test_a_file_without_events_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no events are there"):
+    with pytest.raises(ConfigError, match="the file has no events"):
         read_events("\n", "f", 2)
 
 
 def test_random_losses_come_as_often_as_said_and_end_with_a_restart() -> None:
-    """Each R-worker's own do not depend on how many others there are."""
+    """The losses of an R-worker do not depend on the number of others."""
     events = list(itertools.islice(random_losses(4, 2.0, 60.0, 5), 8000))
     moments = [each.seconds for each in events]
     assert moments == sorted(moments)
@@ -133,8 +133,9 @@ def test_a_timeline_gives_each_event_once() -> None:
 
 
 def test_a_loss_by_hand() -> None:
-    """Two sequences on two R-workers, a second per step. The loss in the third step takes one's third token: it is
-    computed again, 4 + 3 tokens, in the fourth."""
+    """Two sequences run on two R-workers, one second per step; an R-worker is lost in the third step.
+    Its sequence's third token is discarded; the fourth step recomputes 4 + 3 tokens.
+    """
     pair = [request(4, 6), request(4, 6)]
     simulator, steps = simulate(pair, [WorkerEvent(2.5, "lose", 1)])
     assert [list(each.token_seconds) for each in pair] == [[1, 2, 3, 4, 5, 6], [1, 2, 4, 5, 6, 7]]
@@ -156,7 +157,7 @@ def test_with_two_copies_a_loss_repeats_one_row_of_those_that_attended_there() -
 @pytest.mark.parametrize("limits", [LIMITS, TWO, replace(TWO, num_blocks=(100,) * 4, bandwidths=(1.0,) * 4)])
 @pytest.mark.parametrize("schedule", ["stall-free", "sls", "prefill-first"])
 def test_rows_are_those_of_an_undisturbed_run_and_those_computed_again(limits: Limits, schedule: str) -> None:
-    """Losses, joins, drains and slowness at random: every token comes, and no row more than is said is computed."""
+    """Under random losses, joins, drains and slowness every token comes, and only the reported rows are recomputed."""
     rng, num_workers = np.random.default_rng(11), len(limits.num_blocks)
     requests = [request(*rng.integers(1, 31, 2).tolist(), float(rng.uniform(0, 60))) for _ in range(80)]
     events = [
@@ -191,7 +192,7 @@ def test_an_r_worker_that_drains_gives_up_all_it_has_and_then_nobody_attends_the
 
 
 def test_one_that_joins_takes_its_part() -> None:
-    """As a third R-worker, and again after it was lost."""
+    """It joins as a third R-worker, and again after it was lost."""
     requests = [request(8, 50) for _ in range(8)]
     events = [WorkerEvent(5.5, "join", 2), WorkerEvent(20.5, "lose", 2), WorkerEvent(30.5, "join", 2)]
     simulator, steps = simulate(requests, events, replace(LIMITS, seconds_per_moved_token=0.0))
@@ -202,7 +203,7 @@ def test_one_that_joins_takes_its_part() -> None:
 
 
 def test_a_slow_r_worker_takes_so_many_times_as_long() -> None:
-    """Equal loads, R-bound, from the eleventh step to the twentieth."""
+    """Equal loads, R-bound: one R-worker is slow from the eleventh to the twentieth step."""
     machine = SplitMachine(StepModel(2, MeasuredSPart((1,), (1e-9,), (1e-9,)), RPart(1.0), 2, num_mini_batches=1))
     requests = [request(20, 30) for _ in range(2)]
     _, steps = simulate(
@@ -217,7 +218,7 @@ def test_a_slow_r_worker_takes_so_many_times_as_long() -> None:
 
 
 def test_a_machine_changes_its_r_workers() -> None:
-    """Of speeds 1 and 3 the second is in both places; half as fast in one of them, it takes twice as long there."""
+    """The faster one of two R-workers (speeds 1 and 3) takes both places, and is half as fast in one of them."""
     model = StepModel(2, MeasuredSPart((1,), (1e-3,), (1e-3,)), RPart(1e-6), 2)
     machine = SplitMachine(model, speeds=(1.0, 3.0))
     changed = machine.changed([1, -1, 0, 2], {0: 2.0})
@@ -255,7 +256,7 @@ def test_what_happens_while_nothing_runs_is_known_when_a_request_comes() -> None
 
 
 def prefill_simulator(num_workers: int, events: list[WorkerEvent]) -> Simulator:
-    """A second for ten tokens on each prefill worker; chains go side by side."""
+    """Return a simulator in which each prefill worker computes ten tokens per second; chains run in parallel."""
     s_part = MeasuredSPart((1, 1 << 20), (0.1, 0.1 * (1 << 20)), (0.0, 0.0))
     forecast = Forecast(PrefillTimes(1, s_part, PromptAttentionTimes(1e-12), 1.0, before_share=0.0))
     scheduler = Scheduler(SCHEDULES["stall-free"], LIMITS, LeastWaiting(forecast, workers=range(num_workers)))
@@ -264,7 +265,7 @@ def prefill_simulator(num_workers: int, events: list[WorkerEvent]) -> Simulator:
 
 
 def test_a_lost_prefill_worker_has_its_prompts_computed_again() -> None:
-    """40 tokens on a chain of two take 2 s. One is lost after 1.5 s: the other begins again, alone, and takes 4 s."""
+    """A chain of two computes 40 tokens in 2 s. One is lost after 1.5 s: the other restarts alone and takes 4 s."""
     alone = request(40, 1)
     simulator = prefill_simulator(2, [WorkerEvent(1.5, "lose", 1, True), WorkerEvent(1.6, "lose", 1, True)])
     simulator.run([alone])
@@ -273,7 +274,7 @@ def test_a_lost_prefill_worker_has_its_prompts_computed_again() -> None:
 
 
 def test_slow_prefill_workers_and_those_that_come_and_go() -> None:
-    """A factor is of prompts that begin after it; one that drains ends what it has."""
+    """A factor applies to prompts that begin later; a draining worker finishes its prompts."""
     requests = [request(20, 1, moment) for moment in (0.0, 10.0, 20.0, 30.0)]
     events = [
         WorkerEvent(9.0, "join", 1, True), WorkerEvent(10.5, "drain", 1, True), WorkerEvent(19.0, "slow", 0, True, 3.0),

@@ -1,4 +1,4 @@
-"""The figures the papers print, from the inputs they print beside them."""
+"""Figures that the papers print, computed from the inputs printed beside them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastdecode.perfmodel.sizing import Workload
 from fastdecode.perfmodel.stages import GpuSPart, Transport
 
 R_SECONDS = 0.1239e-6
-"""One R-worker (socket), per cached token and layer of the 7B model."""
+"""Seconds of one R-worker (socket) per cached token and layer of the 7B model."""
 
 T_1024_SECONDS = 7.08e-3
 
 PAPER_7B = ModelShape("paper-7b", 32, 4096, 4 * 4096, 32, 32, 128, 32000, mlp_matrices=2, dtype="float16")
-"""The sizes of FastDecode's 7B layer: 12·h² weights."""
+"""The sizes of the 7B layer in FastDecode's paper: 12·h² weights."""
 
 WORKED = ModelShape("worked", 64, 4096, 16384, 32, 8, 256, 32128, tied_embeddings=True)
 WORKED_EXPERTS = ModelShape(
@@ -49,22 +49,23 @@ def test_r_workers_of_short_sequences() -> None:
 
 
 def test_r_is_what_the_paper_measured() -> None:
-    """8.12 ms for 1024 sequences of 256 tokens on 4 sockets; the preset of its CPU says the same."""
+    """1024 sequences of 256 tokens on 4 sockets take 8.12 ms; the preset of that CPU agrees."""
     preset = host_r_part(PAPER_7B, "float16", find_cpu_host("epyc-7452"))
     assert preset.seconds_per_token * 1024 * 256 / 4 == pytest.approx(8.12e-3, rel=0.005)
 
 
 def test_the_a10_preset_is_near_what_the_paper_measured() -> None:
-    """T(1) and T(1024); the second is what the sum of loading and multiplying makes of 0.62 of the FLOP/s."""
+    """T(1) and T(1024) are compared; the second is loading plus multiplying at 0.62 of the FLOP/s."""
     s_part = GpuSPart(PAPER_7B, find_gpu("a10"))
     assert s_part.layer_seconds(1) == pytest.approx(1.46e-3, rel=0.01)
     assert s_part.layer_seconds(1024) == pytest.approx(T_1024_SECONDS, rel=0.05)
 
 
 def test_sizes_of_a_7b_layer() -> None:
-    assert 1024 * PAPER_7B.attending_row_bytes // 10**5 == 335  # 33.5 MB, 33.55 cut
+    assert 1024 * PAPER_7B.attending_row_bytes // 10**5 == 335  # 33.55 MB, which the paper cuts to 33.5
     pcie, network = (Transport(PAPER_7B.attending_row_bytes, (rate,)) for rate in (32e9, 100e9 / 8))
-    assert pcie.trip_seconds(1024) == pytest.approx(1.04e-3, abs=0.01e-3)  # 1.049, printed as 1.04
+    # The exact product is 1.049; the book prints 1.04.
+    assert pcie.trip_seconds(1024) == pytest.approx(1.04e-3, abs=0.01e-3)
     assert f"{network.trip_seconds(1024) * 1e3:.2f}" == "2.68"
     kv_bytes = PAPER_7B.layer_layout.token_bytes("float16")
     assert kv_bytes == 16_384 and f"{1024 * 256 * kv_bytes / 1e9:.2f}" == "4.29"
@@ -72,7 +73,7 @@ def test_sizes_of_a_7b_layer() -> None:
 
 
 def test_pop_quiz() -> None:
-    """30B int8 parameters, 8192 tokens of 100 kB, 16 chips."""
+    """The quiz asks for 30B int8 parameters and 8,192 tokens of 100 kB each on 16 chips."""
     chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
     step = {batch: equations.roofline_step_seconds(batch, 100e3 * 8192, 30e9, 30e9, **chips) for batch in (4, 256)}
     assert f"{step[4] * 1e3:.2f}" == "2.57"
@@ -97,12 +98,14 @@ TABLES = {
         (240, "321.6", "347.6", "52.99", "4529.34"),
     ],
 }
-"""KV heads → batch, KV memory, total memory, step ms, tokens/s of LLaMA 2-13B with 8192 tokens each on 8 chips."""
+"""For each number of KV heads: batch, KV memory, total memory, step ms and tokens/s of LLaMA 2-13B,
+with 8,192 tokens per sequence on 8 chips.
+"""
 
 
 @pytest.mark.parametrize("kv_heads", TABLES)
 def test_tables_of_the_13b_model(kv_heads: int) -> None:
-    """Printed from the first row's rounded KV memory, as here; a total is the least that holds its batch."""
+    """Rows follow, as in the book, from one sequence's rounded KV memory; a total is the least that holds its batch."""
     layout = BUILT_IN["llama-13b"].with_kv_heads(kv_heads).kv_layout("float16")
     kv_bytes = float(f"{8192 * layout.kv_bytes_per_token:.{1 if kv_heads == 40 else 2}e}")
     for batch, kv_memory, memory, milliseconds, tokens_per_second in TABLES[kv_heads]:
@@ -116,7 +119,7 @@ def test_tables_of_the_13b_model(kv_heads: int) -> None:
 
 
 def test_cache_and_weights_of_the_13b_model() -> None:
-    """The tables' inputs; out of memory beyond a batch of 16, or 64 with 8 KV heads, on 8 chips of 16 GiB."""
+    """The tables' inputs are ours, and 8 chips of 16 GiB hold a batch of 16, or of 64 with 8 KV heads."""
     shape = BUILT_IN["llama-13b"]
     assert f"{shape.parameters / 1e9:.0f}" == "13"
     assert f"{shape.weight_bytes / 1e9:.0f}" == "26"
@@ -129,7 +132,7 @@ def test_cache_and_weights_of_the_13b_model() -> None:
 
 def test_worked_model() -> None:
     assert f"{WORKED.parameters / 1e9:.3f}" == "18.385"
-    for heads, kv_bytes in ((8, 262_144), (1, 32_768)):  # of one byte per element
+    for heads, kv_bytes in ((8, 262_144), (1, 32_768)):  # Each element takes one byte.
         assert WORKED.num_layers * WORKED.with_kv_heads(heads).layer_layout.kv_elements == kv_bytes
     chips = {"flops_per_second": 16 * V5E_FLOPS_PER_SECOND, "bytes_per_second": 16 * V5E_BYTES_PER_SECOND}
     empty = equations.roofline_step_seconds(1, 0, WORKED.parameters, WORKED.parameters, **chips)
@@ -142,7 +145,7 @@ def test_worked_model_as_a_mixture_of_experts() -> None:
 
 
 def test_the_papers_socket_reads_two_thirds_of_its_bandwidth() -> None:
-    """205 GB/s nominal; 16,384 bytes in 0.1239 µs."""
+    """A socket of nominally 205 GB/s reads 16,384 bytes in 0.1239 µs, as the paper measured."""
     reading = find_cpu_host("epyc-7452").read_bytes_per_second
     assert f"{reading.nominal / 1e9:.0f}" == "205"
     assert reading.achieved == pytest.approx(16_384 / R_SECONDS, rel=0.005)

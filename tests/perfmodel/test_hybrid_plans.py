@@ -1,4 +1,4 @@
-"""Plans of hybrids: their parameters and states are those of the models, and a plan counts what states take."""
+"""Plans of hybrids: parameters and states are those of the models, and plans count what the states take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fastdecode.sworker.model.loader import auto_class
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "lfm2")
 HYBRIDS += ("jamba", "minimax", "recurrent_gemma", "zamba2")
 LEFT_OUT = ("conv1d", "conv.conv", "conv_", ".gate.weight", "shared_expert_gate", "router", "short_conv", "gate_bias")
-"""Filters, biases in blocks, and the routers of experts."""
+"""Names of weights that are not counted: filters, biases of blocks, and the routers of experts."""
 
 NEXT = BUILT_IN["qwen3-next-80b-a3b"]
 
@@ -43,7 +43,7 @@ def built(model_type: str) -> Any:
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_parameters_and_states_are_those_of_the_model(model_type: str) -> None:
-    """The states against those in transformers' cache, whose convolutions keep one token more."""
+    """The states are as large as those in transformers' cache, whose convolutions keep one token more."""
     model = built(model_type)
     shape = read_shape(model.config.to_dict(), model_type)
     named = [(name, each.numel()) for name, each in model.named_parameters() if each.dim() > 1]
@@ -59,7 +59,7 @@ def test_parameters_and_states_are_those_of_the_model(model_type: str) -> None:
 
 
 def state_bytes(model: Any, cache: Any, taps: int) -> int:
-    """Of a cache, but those that MiniMax keeps beside it and RecurrentGemma in its modules."""
+    """Return the bytes of a cache's states, except those that MiniMax and RecurrentGemma keep elsewhere."""
     kept = [each for each in getattr(cache, "linear_cache", []) if len(each)]
     kept += [each.recurrent_states for each in model.modules() if hasattr(each, "recurrent_states")]
     convolved = [each.conv1d_state for each in model.modules() if hasattr(each, "conv1d_state")]
@@ -72,7 +72,7 @@ def state_bytes(model: Any, cache: Any, taps: int) -> int:
 
 
 def test_published_sizes() -> None:
-    """31 KB of cache per token, and 189 MB of matrices per sequence."""
+    """A published hybrid has 31 KB of cache per token and 189 MB of state matrices per sequence."""
     shape = BUILT_IN["qwen3.5-397b-a17b"]
     state = shape.state
     assert state is not None
@@ -103,7 +103,7 @@ def planner(**changed: Any) -> Planner:
 
 
 def test_r_workers_read_and_write_states() -> None:
-    """A row takes as long as reading two of its states, whatever the context; of a prompt a third of that."""
+    """A row takes as long as reading two of its states, whatever the context; a prompt's row takes a third of that."""
     host = find_cpu_host("epyc-7452")
     part = host_r_part(NEXT, "bfloat16", host)
     once = 2 * NEXT.state_bytes_per_sequence / host.read_bytes_per_second.achieved
@@ -116,7 +116,7 @@ def test_r_workers_read_and_write_states() -> None:
 
 
 def test_measured_states_count_beside_rows() -> None:
-    """A step of 5 rows and 16 of a prompt, layer by layer: 36 advance states, 12 attend; 3 rows of a prompt as one."""
+    """36 layers advance states, for which 3 prompt rows cost as much as a decode's row; 12 layers attend."""
     rows, state = RPart(1e-9, 2e-6, 3e-7), (5e-6, 4e-5)
     part = beside_states(rows, NEXT, state, prompt_context=100.0)
     attending = 12 * (rows.seconds(7000, 5) + 16 * (3e-7 + 100 * 1e-9))
@@ -125,7 +125,7 @@ def test_measured_states_count_beside_rows() -> None:
 
 
 def test_prompts_attend_on_r_workers() -> None:
-    """A prompt of 100,000 tokens by brute force: each row multiplies with all before it, in 12 layers of 48."""
+    """The seconds of a prompt of 100,000 tokens equal a sum over all pairs of rows in 12 of the 48 layers."""
     host, rows = find_cpu_host("epyc-7452"), 100_000
     workload = Workload(rows + 1000, rows)
     short, part = (host_r_part(NEXT, "bfloat16", host, prompt_context=each) for each in (0.0, workload.prompt_context))
@@ -139,7 +139,7 @@ def test_prompts_attend_on_r_workers() -> None:
 
 
 def test_memory_holds_states_beside_the_cache() -> None:
-    """R-workers by brute force: the bytes of peak contexts and states over those of one R-worker."""
+    """The number of R-workers is the peak's bytes of contexts and states over one R-worker's memory."""
     kv_bytes, room = NEXT.kv_bytes_per_token("bfloat16"), 40e9
     plan = planner(capacity_tokens=room / kv_bytes).plan(1024)
     held = plan.kv_load_limit * kv_bytes + plan.in_flight * NEXT.state_bytes_per_sequence
@@ -154,12 +154,12 @@ HERE = NEXT.keeping_states(True)
 
 
 def test_states_with_the_s_worker_take_its_time_and_no_link() -> None:
-    """A step of 60 rows, 20 of them of a prompt, by brute force, layer by layer: 12 attend there, 36 advance here."""
+    """A step of 40 decodes and 20 prompt rows attends in 12 layers and advances states on the S-worker in 36."""
     host, gpu = find_cpu_host("epyc-7452"), find_gpu("h200")
     r_part = host_r_part(HERE, "bfloat16", host)
     assert r_part.row_seconds == r_part.prompt_row_seconds == 0
     assert r_part.seconds_per_token == host_r_part(NEXT, "bfloat16", host).seconds_per_token
-    sent = 2 * (16 + 2) * 256 * 2  # q, o; k, v: two bytes each
+    sent = 2 * (16 + 2) * 256 * 2  # q and o, then k and v; each element has two bytes.
     assert NEXT.num_layers * HERE.attending_row_bytes == pytest.approx(12 * sent, rel=1e-3)
     states = StatesHere.of_bandwidth(HERE, gpu.kv_bytes_per_second.achieved, 10 * NEXT.state_bytes_per_sequence + 1)
     assert states.num_places == 10
@@ -172,7 +172,7 @@ def test_states_with_the_s_worker_take_its_time_and_no_link() -> None:
 
 
 def test_measured_states_with_the_s_worker() -> None:
-    """36 calls of 5 sequences' rows and 6 of a prompt; an R-worker's mean layer has its attention alone."""
+    """36 layers advance the states of 5 decodes and 6 prompt rows (as 2 more); an R-worker only attends, in 12."""
     states = StatesHere.as_measured(HERE, (5e-6, 4e-5))
     assert NEXT.num_layers * states.seconds(5, 6) == pytest.approx(36 * (5e-6 + 7 * 4e-5))
     part = beside_states(RPart(1e-9, 2e-6, 3e-7), HERE, (0.0, 0.0))
@@ -202,7 +202,7 @@ def planned(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 
 def test_plan_decides_who_keeps_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By throughput, or by the price of a token: each side is what it is where it is asked for."""
+    """The plan chooses by throughput or by the price of a token, and obeys where a side is asked for."""
     sides = {side: planned(tmp_path, "--state-on", side) for side in ("r", "s")}
     capsys.readouterr()
     chosen = planned(tmp_path)
@@ -231,7 +231,7 @@ def test_plan_says_why_the_s_worker_cannot_keep_states(tmp_path: Path, capsys: p
     dense = [*WORDS[:2], "llama-7b", *WORDS[3:]]
     for words, message in (
         ([*dense, "--state-on", "s"], "state_on: s needs recurrent layers, and llama-7b has none"),
-        ([*WORDS, "--state-on", "r", "--state-memory", "8GB"], "state_memory: it is for states"),
+        ([*WORDS, "--state-on", "r", "--state-memory", "8GB"], "state_memory is for states"),
         ([*WORDS, "--kv-shard-tokens", "4096"], "kv_shard_tokens: this model keeps a state per sequence"),
     ):
         assert main(words) == 2
@@ -240,7 +240,7 @@ def test_plan_says_why_the_s_worker_cannot_keep_states(tmp_path: Path, capsys: p
 
 
 def test_a_simulation_keeps_states_with_the_s_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    """R-workers have room for more sequences then; an S-worker without room is refused as an engine's is."""
+    """R-workers then have room for more sequences, and an S-worker without room is refused as an engine refuses it."""
     words = ["simulate", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--tensor-parallel-size", "2"]
     words += ["--num-prompts", "96", "--random-input-len", "64", "--random-output-len", "48", "--max-num-seqs", "32"]
     words += ["--cpu", "epyc-7452", "--kv-cache-memory", "400MB", "--num-r-workers", "2"]
@@ -256,7 +256,7 @@ def test_a_simulation_keeps_states_with_the_s_worker(capsys: pytest.CaptureFixtu
 
 
 def test_each_rank_has_whole_states() -> None:
-    """As ranks of an engine have: no plan of transformers cuts a recurrent layer."""
+    """Each rank keeps whole states as an engine's ranks do, since transformers cuts no recurrent layer."""
     assert rank_shape(NEXT, 2).state == NEXT.state
 
 
@@ -269,7 +269,7 @@ def test_the_gpu_alone_holds_states_too() -> None:
 
 @pytest.mark.parametrize("num_r_workers", [None, 8, 32, 0])
 def test_a_simulation_ends_and_counts_states(num_r_workers: int | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several generations of requests over R-workers that have memory for some of the seats alone."""
+    """Several generations of requests end on R-workers whose memory holds only some of them at once."""
     words = ["simulate", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--tensor-parallel-size", "2"]
     words += ["--num-prompts", "96", "--random-input-len", "64", "--random-output-len", "48", "--max-num-seqs", "32"]
     if num_r_workers != 0:

@@ -1,4 +1,4 @@
-"""Machines that people own: presets, numbers, one host with its GPU, and this machine as it is measured."""
+"""Machines for plans: presets, numbers, one host with its GPU, and this machine as measured."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_a_token_costs_by_list_prices_chooses_no_plan(tmp_path: Path, capsy
 
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """R-workers' own reads, and the S-worker's products on whatever device it would have; measured once a process."""
+    """The R-workers' reads and the S-worker's products are measured, and only once per process."""
     found = planned(tmp_path, "--gpu", "here", "--cpu", "here")
     text = capsys.readouterr().out
     assert "measured here: attention of an R-worker" in text and "measured here: bfloat16 products" in text

@@ -44,11 +44,12 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235, 22), "gpt-oss-120b": (116.8, 5.7), "deepseek-v3.2": (671, 37), "glm-5": (744, 40),
     "minimax-m3": (428, 23), "llama-4-maverick": (400, 17), "qwen3.5-397b-a17b": (397, 17),
 }  # fmt: skip
-"""Billions of parameters, all and those of a token, as their makers give them; of MiniMax-M3 with its vision tower and
-without embeddings among the active ones."""
+"""Billions of parameters, all and those active for a token, as the makers publish them.
+MiniMax-M3's include its vision tower, and its active ones leave out the embeddings.
+"""
 
 LEFT_OUT = ("embed_positions", "wpe", "router", "mlp.gate.weight")
-"""Learned positions, and the routers of experts."""
+"""Names of weights that are not counted: learned positions, and the routers of experts."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
@@ -73,7 +74,7 @@ MINIMAX_M3 = {
     "moe_layer_freq": [0] * 3 + [1] * 57,
     "sparse_attention_config": {"sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_num_index_heads": 4},
 }
-"""Names of the published file, which transformers' class reads into its own."""
+"""Fields of the published file, which transformers' class renames."""
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ MINIMAX_M3 = {
     ],
 )
 def test_built_in_shapes_are_those_of_transformers_own_configurations(name: str, kind: str, words: Any) -> None:
-    """As transformers writes them, and as they are published."""
+    """A built-in name has the shape of the configuration that transformers writes for its type."""
     config = CONFIG_MAPPING[kind](**words).to_dict()
     for each in (config, config | {"layer_types": None, "mlp_layer_types": None} | words if words else config):
         assert vars(replace(read_shape(each, name), max_context=0)) == vars(replace(BUILT_IN[name], max_context=0))
 
 
 def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
-    """A million tokens of MiniMax-M3 take 144 GB, of which a step reads 22: rows of three layers, and the index."""
+    """A million tokens of MiniMax-M3 take 144 GB, of which a step reads 22 GB: three layers' rows and the index."""
     shape, tokens = BUILT_IN["minimax-m3"], 1 << 20
     held = shape.kv_bytes_per_token("bfloat16") * tokens
     read = held * shape.read_share("bfloat16", Workload(tokens, tokens - 1).read_share(shape.windows, shape.chunked))
@@ -104,19 +105,21 @@ def test_an_index_is_held_and_scanned_and_picks_what_is_read() -> None:
     assert read == pytest.approx(2048 * (3 * tokens + 57 * 2048) + 57 * 256 * tokens, rel=1e-4)
     sparse, host = BUILT_IN["deepseek-v3.2"], find_cpu_host("epyc-9654")
     whole, scan = (host_r_part(each, "bfloat16", host, 1e-12 if each is sparse else 1.0) for each in (shape, sparse))
-    assert whole.bound_by == "reads" and scan.bound_by == "arithmetic"  # 64 heads score a key of 256 bytes
+    # 64 heads score each key of 256 bytes, so the scan is bound by arithmetic.
+    assert whole.bound_by == "reads" and scan.bound_by == "arithmetic"
     assert scan.seconds_per_token == pytest.approx(256 / kernel_bytes_per_second("bfloat16", 64, host.cores))
     shared = CONFIG_MAPPING["glm_moe_dsa"](index_topk_freq=4).to_dict()
     assert read_shape(shared, "m").index == replace(BUILT_IN["glm-5"].index, num_layers=21)
 
 
 def test_gates_of_outputs_are_counted() -> None:
-    """What mixes its residual streams is not: some 64 rows of the hidden size in each layer."""
+    """Gates of outputs count as parameters; what mixes residual streams (64 rows per layer) does not."""
     model = sparse_zoo.build_model("hy_v4")
     named = [(name, each.numel()) for name, each in model.named_parameters() if each.dim() > 1 and "hc" not in name]
     shape = read_shape(model.config.to_dict(), "m")
     matrices = sum(size for name, size in named if not any(word in name for word in LEFT_OUT))
-    assert shape.parameters == pytest.approx(matrices, abs=3)  # a mean layer's, in whole numbers
+    # The shape has a mean layer's parameters in whole numbers.
+    assert shape.parameters == pytest.approx(matrices, abs=3)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4", "minimax_m3_vl_text"])
@@ -129,7 +132,7 @@ def test_the_bytes_of_an_index_are_those_that_r_workers_are_told_of(name: str, t
 
 
 def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
-    """As a folder and as a file; the case of a built-in name does not matter."""
+    """The file may be named by itself or by its folder; the case of a built-in name does not matter."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     assert vars(find_shape(str(path))) == vars(BUILT_IN["llama-7b"]) | {"name": str(path)}
@@ -157,7 +160,7 @@ def test_a_configuration_file_gives_the_built_in_shape(tmp_path: Path) -> None:
     ],
 )
 def test_parameters_agree_with_the_model_itself(name: str) -> None:
-    """Weight matrices of layers and head, counted in the module; vectors and learned positions are left out."""
+    """The weight matrices of layers and head are counted in the module; vectors and learned positions are not."""
     model = model_zoo.build_model(name)
     shape = read_shape(model.config.to_dict(), name)
     named = [(n, p.numel()) for n, p in model.named_parameters() if p.dim() > 1]
@@ -166,7 +169,7 @@ def test_parameters_agree_with_the_model_itself(name: str) -> None:
 
 
 def test_kv_bytes_are_the_r_workers() -> None:
-    """Scales included: int8 has 4 bytes per token and head, int4 4 per 64 dims and, of keys, 4 per 32: 88 and 72."""
+    """A cached row includes its scales: 132 bytes in int8, and in int4 88 of a key and 72 of a value."""
     shape = ModelShape("m", 2, 64, 64, 8, 2, 128, 100)
     per_row = {"float32": 512, "bfloat16": 256, "float16": 256, "int8": 132, "int4": 80}
     assert set(per_row) == set(KV_BITS)
@@ -234,7 +237,7 @@ def test_latent_rows_and_weights_are_those_of_the_model(name: str) -> None:
 
 
 def test_deepseek_v3_and_kimi_k2_as_published() -> None:
-    """37 and 32 billion active parameters; the bytes of a row, and what crosses a link for a token that attends."""
+    """The models have 37 and 32 billion active parameters, and known bytes per cached row and per token on a link."""
     deepseek, kimi = BUILT_IN["deepseek-v3"], BUILT_IN["kimi-k2"]
     assert [round(shape.active_parameters / 1e9) for shape in (deepseek, kimi)] == [37, 33]
     for shape in (deepseek, kimi):
@@ -243,14 +246,16 @@ def test_deepseek_v3_and_kimi_k2_as_published() -> None:
     assert deepseek.attending_row_bytes == 2 * (128 * (576 + 512) + 576)
     operations = (
         2 * deepseek.layer_layout.multiply_adds() / deepseek.layer_layout.kv_elements
-    )  # a multiply-add is two, an element two bytes
+    )  # A multiply-add counts once, and an element has two bytes.
     assert operations / 2 == pytest.approx(242, rel=1e-3)
     slow, fast = (host_r_part(each, "bfloat16", find_cpu_host("epyc-9654")) for each in (deepseek, kimi))
-    assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)  # arithmetic, not memory
-    codes = host_r_part(deepseek, "int4", find_cpu_host("epyc-9654"))  # computed with as bfloat16, and fewer bytes
+    # Arithmetic limits the speed, not memory.
+    assert slow.seconds_per_token == pytest.approx(2 * fast.seconds_per_token)
+    # Codes are multiplied as bfloat16, but fewer bytes are read.
+    codes = host_r_part(deepseek, "int4", find_cpu_host("epyc-9654"))
     assert codes.seconds_per_token == slow.seconds_per_token
     assert codes.arithmetic_over_reads == pytest.approx(slow.arithmetic_over_reads * 576 * 2 / (25376 / 61))
-    assert slow.arithmetic_over_reads == pytest.approx(11.1, abs=0.1)  # without AMX
+    assert slow.arithmetic_over_reads == pytest.approx(11.1, abs=0.1)  # This host has no AMX.
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "llama-gqa"])
@@ -264,9 +269,10 @@ def test_windows_are_those_that_the_model_asks_its_attention_for(name: str) -> N
 
 
 def test_windows_of_published_files() -> None:
-    """Gemma-3's files name no pattern: five layers of six slide. Qwen2's name a window that they do not use.
+    """Windows follow each family's file.
 
-    GPT-Neo's name every layer.
+    Gemma-3's files name no pattern, and five layers of six slide. Qwen2's name a window that is not used. GPT-Neo's
+    name every layer.
     """
     assert read_shape(CONFIG_MAPPING["gpt_neo"]().to_dict(), "m").windows == (0, 256) * 12
     gemma = {"text_config": LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}, "model_type": "gemma3"}
@@ -280,14 +286,14 @@ def test_windows_of_published_files() -> None:
 
 
 def test_falcons_new_architecture_has_groups_of_queries() -> None:
-    """Falcon-40B's file says ``multi_query`` beside its 8 KV heads; Falcon-7B's means it."""
+    """Falcon-40B's file says ``multi_query`` but has 8 KV heads; Falcon-7B's file means what it says."""
     falcon = LLAMA | {"model_type": "falcon", "multi_query": True, "num_kv_heads": 8}
     assert read_shape(falcon | {"new_decoder_architecture": True}, "m").num_kv_heads == 8
     assert read_shape(falcon | {"new_decoder_architecture": False}, "m").num_kv_heads == 1
 
 
 def test_names_of_other_families_are_read() -> None:
-    """Of published files: Falcon-11B's width, MPT-7B's, BLOOM-560M's."""
+    """The published files of Falcon-11B, MPT-7B and BLOOM-560M name their width in their own ways."""
     wide = read_shape(LLAMA | {"model_type": "falcon", "ffn_hidden_size": 9, "intermediate_size": None}, "m")
     assert wide.intermediate_size == 9
     mpt = {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432}

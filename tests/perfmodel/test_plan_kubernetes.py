@@ -1,5 +1,7 @@
-"""``fastdecode plan --emit kubernetes``: manifests that hold the plan, valid by the API's schemas; ``--emit ray``; and
-what ``--emit`` passes on to the engine."""
+"""``fastdecode plan --emit kubernetes`` and ``--emit ray``.
+
+Manifests hold the plan and are valid by the API's schemas, and what ``--emit`` passes on is what the engine takes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ DRAFTS = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens":
 
 
 def emitted(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[Manifests, str]:
-    """The manifests and the whole text."""
+    """Return the manifests that ``plan`` emits, and the whole text."""
     assert main(["plan", *flags, "--emit", "kubernetes"]) == 0
     text = capsys.readouterr().out
     return list(yaml.safe_load_all(text)), text
@@ -93,7 +95,7 @@ def test_emitted_ray_lines_hold_the_plan(tmp_path: Path, capsys: pytest.CaptureF
     words = shlex.split(job)
     assert words[:3] == ["ray", "job", "submit"] and words[words.index("--") + 1] == "fastdecode"
     given = vars(build_parser().parse_args(words[words.index("--") + 2 :]))
-    names = [each.name for each in fields(EngineConfig) if each.name in given]  # Ray may be missing here
+    names = [each.name for each in fields(EngineConfig) if each.name in given]  # Ray may not be installed.
     config = EngineConfig(**{name: given[name] for name in names})
     assert (config.r_worker_spec.kind, config.num_r_workers) == ("ray", plan["num_r_workers"])
     assert (config.r_threads, config.bytes_of("kv_cache_memory")) == (32, int(0.8 * 128e9))

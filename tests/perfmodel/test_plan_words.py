@@ -45,8 +45,8 @@ def test_servers_of_gpus_alone_are_counted_for_tokens_and_for_users(
 @pytest.mark.parametrize(
     ("words", "unpacks"),
     [
-        (CLUSTER, False),  # plain weights: ranks only share them
-        (FP8, True),  # ranks cut plain weights
+        (CLUSTER, False),  # Weights are plain, so ranks only share them.
+        (FP8, True),  # Several ranks cut plain weights only, so these are unpacked.
         ([*FP8[:2], "--weights", "gguf-q4_k_m", *DESK, "--seq-len", "4096"], True),
         ([*FP8[:2], "--weights", "awq", "--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "4096"], False),
     ],
@@ -86,7 +86,7 @@ def test_bytes_of_a_token_are_of_a_rank_and_of_all(tmp_path: Path, capsys: pytes
 
 
 def test_rows_say_what_they_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows beyond the limit are marked, rows beyond memory have no speed, and no line says "8, not 8"."""
+    """Rows beyond the latency limit are marked, rows beyond memory have no speed, and no line says "8, not 8"."""
     texts = []
     for words in (A10, [*A10, "--tpot", "inf"], CLUSTER, [*A100, "--tpot", "200"], [*A10, "--tpot", "20"]):
         found, text = said(tmp_path, capsys, *words)

@@ -1,4 +1,4 @@
-"""Plans: they balance S and R, hold what they must hold, and say why where there is none."""
+"""Plans: they balance S and R, stay within memory, and say why where there is no plan."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TRANSPORT = Transport(LLAMA_7B.attending_row_bytes, (32e9, 12.5e9))
 
 
 def paper(seq_len: float = 1024, **more: Any) -> Planner:
-    """The paper's 7B model, A10 and sockets as measured, without transport."""
+    """Return a planner for the paper's 7B model, with the measured A10 and sockets, without transport."""
     s_part = MeasuredSPart((1, 1024), (1.46e-3, 7.08e-3), (0.0, 0.0))
     return Planner(Workload(seq_len), 32, s_part, RPart(0.1239e-6), **more)
 
 
 def preset(workload: Workload, **more: Any) -> Planner:
-    """The same from presets, with transport."""
+    """Return a planner for the same model with presets and transport."""
     kv_bytes = LLAMA_7B.kv_layout("float16").kv_bytes_per_token
     figures = {"transport": TRANSPORT, "kv_bytes_per_token": kv_bytes} | more
     return Planner(workload, 32, GpuSPart(LLAMA_7B, A10), host_r_part(LLAMA_7B, "float16", EPYC), **figures)
@@ -65,7 +65,7 @@ def test_the_papers_eight_sockets_are_slightly_overloaded_at_1024_and_balanced_a
     chunked=st.booleans(),
 )
 def test_the_share_of_a_context_that_windows_leave(prompt: int, output: int, windows: list[int], chunked: bool) -> None:
-    """Against the mean of min(c, w), or of c mod w, over finely spaced contexts and over layers."""
+    """The share equals the mean of min(c, w), or of c mod w, over finely spaced contexts and over layers."""
     workload = Workload(prompt + output, prompt)
     contexts = [prompt + output * (index + 0.5) / 2000 for index in range(2000)]
     read = [sum((c % w if chunked else min(c, w)) if w else c for c in contexts) / 2000 for w in windows]
@@ -75,7 +75,7 @@ def test_the_share_of_a_context_that_windows_leave(prompt: int, output: int, win
 
 
 def test_a_pool_that_is_there_gets_the_batch_at_its_own_knee() -> None:
-    """Twice the batch gives less than a tenth more with so many R-workers; the pool's memory bounds it too."""
+    """Twice the batch would give less than a tenth more tokens per second, and memory bounds the batch as well."""
     for count in (2, 5, 9):
         planner = preset(Workload(1024), num_r_workers=count)
         size = BatchSearch(planner).knee()
@@ -97,7 +97,7 @@ def test_a_pool_that_is_there_gets_the_batch_at_its_own_knee() -> None:
 
 
 def test_the_schedule_of_a_plan() -> None:
-    """1024 in flight and F = 32 are the paper's second example."""
+    """1,024 sequences in flight and F = 32 are the paper's second example."""
     plan = paper(1024).plan(512)
     assert (plan.in_flight, plan.interval_steps, plan.micro_batch_size, plan.kv_load_limit) == (1024, 32, 32, 540_672)
     assert paper(6, interval_steps=2).plan(3).kv_load_limit == 24
@@ -116,12 +116,12 @@ workloads = st.builds(
 def test_a_plan_balances_s_and_r_within_rounding(
     workload: Workload, batch: int, k: int, overlapped: bool, link: float
 ) -> None:
-    """With the plan's R-workers R is no longer than the slowest other stage; with one fewer it is."""
+    """With the plan's R-workers the R-part is no longer than the slowest other stage; with one fewer it is."""
     transport = Transport(LLAMA_7B.attending_row_bytes, (32e9, link), overlapped=overlapped)
     planner = preset(workload, num_mini_batches=k, transport=transport)
     try:
         plan = planner.plan(batch)
-    except PlanError:  # a shared prefix alone takes longer than S
+    except PlanError:  # Reading the shared prefix alone takes longer than the S-part.
         return
     assert plan.num_r_workers - 1 < max(plan.num_r_workers_exact, 1) <= plan.num_r_workers + 1e-6
     rows = batch * workload.rows_per_output_token
@@ -147,7 +147,7 @@ def test_longer_sequences_want_more_r_workers_and_bigger_kv_heads_too(workload: 
 
 @given(st.floats(5.0, 5000.0), st.booleans())
 def test_the_largest_batch_within_a_latency_limit(limit: float, overlapped: bool) -> None:
-    """It is in time with whole R-workers, and a batch one larger is not with balanced ones."""
+    """The batch found is within the limit on whole R-workers, and a larger batch on balanced ones is not."""
     transport = dataclasses.replace(TRANSPORT, overlapped=overlapped)
     planner = preset(Workload(512, 100), transport=transport)
     try:
@@ -161,7 +161,7 @@ def test_the_largest_batch_within_a_latency_limit(limit: float, overlapped: bool
 
 
 def test_prompts_rows_cost_s_time_and_no_balance() -> None:
-    """With an R-worker's cost per row, the balanced number of R-workers is balanced in the step too."""
+    """With an R-worker's cost per row, the balanced number of R-workers makes both parts of the step equal."""
     s_part = MeasuredSPart((1, 4096), (1.46e-3, 28e-3), (1e-3, 4e-3))
     planner = Planner(
         Workload(1088, 1024), 32, s_part, RPart(1e-7, 0.0, 2e-5), step_overhead_seconds=1e-3, row_overhead_seconds=1e-5
@@ -177,7 +177,7 @@ def test_prompts_rows_cost_s_time_and_no_balance() -> None:
 
 
 def test_a_latency_limit_finds_batches_that_can_be_balanced() -> None:
-    """A shared prefix takes longer than a small batch's S-part, and not than a large one's."""
+    """Reading a shared prefix takes longer than a small batch's S-part, but not longer than a large batch's."""
     planner = preset(Workload(17024, 16000, shared_prefix_len=16000))
     with pytest.raises(PlanError, match="no number of R-workers can keep up"):
         planner.balanced_r_workers(1)
@@ -188,7 +188,7 @@ def test_a_latency_limit_finds_batches_that_can_be_balanced() -> None:
 
 
 def test_a_latency_limit_below_one_step_says_by_how_much() -> None:
-    """2·32 layers of 1.46 ms are 93 ms a step and 95.7 s a sequence."""
+    """A step of 2·32 layers of 1.46 ms takes 93 ms, and a sequence takes 95.7 s."""
     with pytest.raises(PlanError, match=r"1024 steps of 0\.0934 s take 95\.7 s, 45\.7 s too long"):
         BatchSearch(paper()).largest_mini_batch(50)
     assert BatchSearch(paper()).largest_mini_batch(464.0) == 1024
@@ -206,18 +206,18 @@ def test_the_knee_is_where_doubling_gains_less_than_a_tenth() -> None:
 
 
 def test_memory_may_ask_for_more_r_workers() -> None:
-    """1,081,344 tokens at the peak, 90,000 in each."""
+    """1,081,344 tokens at the peak, 90,000 per R-worker, need more R-workers than balance does."""
     plan = paper(capacity_tokens=90_000).plan(1024)
     assert (plan.num_r_workers, plan.r_workers_set_by) == (13, "memory")
     assert [row.fits_memory for row in plan.candidates] == [row.num_r_workers >= 13 for row in plan.candidates]
     assert paper(capacity_tokens=200_000).plan(1024).r_workers_set_by == "bandwidth"
     with pytest.raises(PlanError, match=r"holds 500 cached tokens, 524 fewer than one sequence of 1024"):
-        paper(capacity_tokens=500)  # not even a split
-    assert paper(capacity_tokens=1000).plan(1024).num_r_workers == 1082  # sequences in ranges
+        paper(capacity_tokens=500)  # One sequence does not fit even if its R-workers share it.
+    assert paper(capacity_tokens=1000).plan(1024).num_r_workers == 1082  # Sequences are split into ranges.
 
 
 def test_a_shared_prefix_by_hand() -> None:
-    """500 of 600 prompt tokens are shared, 100 come out: every R-worker reads 500 + B·150 / P per mini-batch."""
+    """500 of 600 prompt tokens are shared and 100 come out; each R-worker reads 500 + B·150/P tokens per mini-batch."""
     planner = paper(capacity_tokens=5000)
     shared = dataclasses.replace(planner, workload=Workload(700, 600, shared_prefix_len=500), interval_steps=100)
     row = shared.candidate(256, 4)
@@ -246,7 +246,7 @@ def server(workload: Workload, gpu: str = "a10", model: str = "llama-7b") -> Gpu
 
 
 def test_the_gpu_alone_by_hand() -> None:
-    """0.9 of 24 GB hold 13.5 GB of weights and 30 sequences of 512 tokens on average; 0.8 of 600 GB/s read both."""
+    """0.9 of 24 GB hold 13.5 GB of weights and 30 sequences of 512 tokens on average; 0.8 of 600 GB/s reads them."""
     alone = server(Workload(1024)).best()
     assert (alone.max_batch_size, alone.limited_by) == (30, "memory")
     read = LLAMA_7B.weight_bytes + 30 * 512 * 524_288
@@ -257,7 +257,7 @@ def test_the_gpu_alone_by_hand() -> None:
 
 
 def test_the_gpu_alone_with_prompts_by_hand() -> None:
-    """Eight rows per output token; 512 tokens are read once, and by each sequence 56 more and half its output."""
+    """Each output token has eight prompt rows; 512 tokens are read once, and 56 plus half the output per sequence."""
     workload = Workload(576, 568, shared_prefix_len=512)
     rows, tokens = 1 + 56 / 8, 512 + 1000 * (56 + 4)
     arithmetic = 2 * 1000 * rows * LLAMA_7B.parameters / (0.62 * 125e12)
@@ -275,15 +275,15 @@ def test_the_gpu_alone_within_a_latency_limit() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_by_how_much() -> None:
-    """174.6e9 parameters of 2 bytes beside 0.9 of 80 GB."""
+    """174.6e9 parameters of 2 bytes do not fit into 0.9 of 80 GB, and the message says how much is missing."""
     with pytest.raises(PlanError, match=r"349\.1 GB of float16 weights.*72\.0 GB: 277\.1 GB too little"):
         server(Workload(1024), "h100", "opt-175b").check_weights()
     dataclasses.replace(server(Workload(1024), model="opt-175b"), gpu=find_gpu("h100").times(8)).check_weights()
 
 
 def test_verdicts() -> None:
-    """By throughput first, then by price, with a margin for figures that were not measured here."""
-    plan = paper(prices=Prices(1.0, 1.0)).plan(1024)  # 4520 tokens/s with 10 hosts
+    """A verdict compares throughput first, then price, with a margin for figures not measured on this machine."""
+    plan = paper(prices=Prices(1.0, 1.0)).plan(1024)  # 10 hosts give 4,520 tokens/s.
 
     def verdict(rate: float, batch: int = 30, prices: Prices = NO_PRICES) -> tuple[bool | None, str]:
         found = judge(plan, GpuOnly(batch, rate, 1.0 if batch else None, "memory", 1.0), prices)
@@ -292,7 +292,7 @@ def test_verdicts() -> None:
     assert verdict(5000.0)[0] is False and verdict(5000.0)[1].startswith("Do not use FastDecode here: ")
     assert verdict(4000.0)[0] is False and "within their error" in verdict(4000.0)[1]
     assert verdict(1000.0) == (True, verdict(1000.0)[1]) and "4.5 x" in verdict(1000.0)[1]
-    assert verdict(1000.0, prices=Prices(1.0, 1.0))[0] is False  # 11 per hour for 4.5 times the tokens
+    assert verdict(1000.0, prices=Prices(1.0, 1.0))[0] is False  # The hosts cost 11 per hour for 4.5 times the tokens.
     assert verdict(100.0, prices=Prices(1.0, 1.0))[0] is True
     assert verdict(0.0, batch=0)[0] is True
     assert judge(plan, None, Prices()).use_fastdecode is None

@@ -36,8 +36,10 @@ parts_of_prompts = st.lists(st.integers(1, 500), min_size=1, max_size=5).map(tup
 
 
 def defined_seconds(prefill: PrefillTimes, parts: tuple[int, ...], speeds: tuple[float, ...], context: int) -> float:
-    """The last worker's end by recursion over (worker, layer), as the docstring's picture has it; worker -1 has the
-    prefix."""
+    """Return when the last worker ends, by recursion over (worker, layer) as in the docstring's picture.
+
+    Worker -1 holds the prefix.
+    """
     ends = [context + sum(parts[: worker + 1]) for worker in range(len(parts))] + [context]
 
     @functools.cache
@@ -86,7 +88,7 @@ def test_one_worker_computes_everything_in_turn() -> None:
 
 
 def test_a_prefix_travels_as_the_cache_stores_it() -> None:
-    """int4 has 64 + 8 bytes for the values of each head of 128, 16 more for its keys; bfloat16 has 256 each."""
+    """A prefix crosses the link in the cache's dtype: int4 has 88 + 72 bytes per head of 128, bfloat16 256 each."""
     shape, slow = BUILT_IN["mistral-7b"], PrefillLink(1e9)
     whole, stored = (gpu_prefill_model(shape, find_gpu("a100"), slow, dtype) for dtype in ("auto", "int4"))
     assert (whole.stored_kv_bytes, stored.stored_kv_bytes) == (2 * 8 * 256, 8 * (88 + 72))
@@ -96,7 +98,7 @@ def test_a_prefix_travels_as_the_cache_stores_it() -> None:
 
 
 def test_two_workers_by_hand() -> None:
-    """Layers of 2 (1 before attention), no attention to speak of, link of 3 a layer: the link sets the pace."""
+    """Layers take 2 (1 before attention), attention almost nothing, and the link 3; so the link sets the pace."""
     flat = MeasuredSPart((100,), (2.0,), (0.0,))
     prefill = PrefillTimes(3, flat, PromptAttentionTimes(1e-12), 1.0, PrefillLink(100 / 3, 0.5), before_share=0.5)
     # Worker 0 has k, v of layers 0, 1, 2 at 1, 3, 5; they have crossed at 4.5, 7.5, 10.5; then attention and 1 more.
@@ -109,7 +111,7 @@ def test_two_workers_by_hand() -> None:
 
 
 def test_counts_of_the_papers_example() -> None:
-    """Section 4.1: 9 tokens on 3 processes; KVR 4 + 3 + 2: 21 dot products at most and 22 entries, TSP 27 and 36."""
+    """Section 4.1 of the paper: for 9 tokens KVR computes at most 21 dot products and 22 entries, TSP 27 and 36."""
     whole_squares = PromptAttentionTimes(1.0, tile_rows=9)
     assert [whole_squares.pairs(*part) for part in ((4, 0), (3, 4), (2, 7))] == [16, 21, 18]
     assert 2 * chain_traffic_tokens((4, 3, 2)) == 22

@@ -1,4 +1,4 @@
-"""Profiles go to JSON and back, and refuse what is missing, unknown or impossible."""
+"""Profiles are written as JSON and read back; missing, unknown or impossible values are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_round_trip() -> None:
 
 
 def test_a_profile_of_version_1_knows_no_prefill_workers() -> None:
-    """Files that were written before there were any."""
+    """Version 1's files were written before prefill workers were measured."""
     old = read_profile(changed(format_version=1, prefill=..., partitions=...))
     assert old == dataclasses.replace(profile(), prefill=(), partitions=())
     with pytest.raises(ProfileError, match="no prefill workers"):
@@ -49,7 +49,7 @@ def test_a_profile_of_version_1_knows_no_prefill_workers() -> None:
 
 
 def prefill_points(products: float, pair: float, once: float) -> tuple[PrefillPoint, ...]:
-    """Worker 0 alone and beside another, half as fast; worker 1 alone, a quarter faster."""
+    """Return points of worker 0 alone and beside another (half as fast), and of worker 1 alone (a quarter faster)."""
     found = []
     for n in (512, 1024, 4096):
         seconds = products * n + pair * triangle_pairs(n, TILE_ROWS) + once
@@ -79,7 +79,7 @@ def test_rates_of_prefill_workers_are_found_again() -> None:
 
 
 def test_what_a_plan_takes_from_it() -> None:
-    """Points in any order; parts of a time by what it grows with; the slowest link."""
+    """A plan takes points in any order, parts of a time by what they grow with, and the slowest link."""
     found = profile()
     assert found.measured_s_part().layer_seconds(1024) == 7.08e-3
     assert found.measured_s_part().layer_seconds(1) == 1.46e-3
@@ -119,7 +119,7 @@ def test_what_it_lacks_is_named() -> None:
 
 
 def test_a_deployment_by_hand() -> None:
-    """Ten layers, 1,024 rows over 262,144 tokens: S 7.08 ms a layer and 1 ms of head, R 32.5 ms."""
+    """Ten layers and 1,024 rows over 262,144 tokens: S takes 7.08 ms a layer and 1 ms of head, R takes 32.5 ms."""
     found, shape = profile(), dataclasses.replace(BUILT_IN["llama-7b"], num_layers=10)
     s_part, r_part, tokens = 7.08e-3, 1.239e-7 * 262_144 + 2e-5, 262_144
     host = 1e-3 + 1e-6 * 1024
@@ -129,7 +129,7 @@ def test_a_deployment_by_hand() -> None:
     assert slower(1024, tokens) == pytest.approx(10 * (2 * s_part + 3 * r_part) + 2e-3 + 2 * host)
     apart = deployed_step_model(found, shape, "float16", Deployment(1, 32, 1, 2, separate_cores=True))
     r_total, s_total = 2 * 10 * r_part, 2 * (10 * s_part + 1e-3) - (s_part + 1e-3)
-    beside = 1.5 * s_total + r_total - 1.5 * s_total / 1.25  # S is done first, and R goes on alone
+    beside = 1.5 * s_total + r_total - 1.5 * s_total / 1.25  # The S-part ends first, and the R-part goes on alone.
     assert apart(2048, 2 * tokens) == pytest.approx(s_part + 1e-3 + beside + 1e-3 + 1e-6 * 2048)
     two = deployed_step_model(found, shape, "float16", Deployment(1, 32, 2, r_workers_per_core=2))
     assert two.stages(Load.decode(1024, tokens)).r_part == pytest.approx(r_part + 2e-5)
@@ -137,7 +137,7 @@ def test_a_deployment_by_hand() -> None:
 
 @given(st.floats(1e-4, 1.0), st.floats(1e-4, 1.0), st.floats(1, 3), st.floats(1, 3))
 def test_two_that_slow_each_other(s_seconds: float, r_seconds: float, s_slowdown: float, r_slowdown: float) -> None:
-    """Against a step-by-step run of both; with 2 and 2 it is the sum, with 1 and 1 the longer."""
+    """The formula agrees with a step-by-step run of both parts; slowdowns of 2 give the sum, of 1 the longer part."""
     contention = Contention(s_slowdown, r_slowdown)
     s_left, r_left, now, tick = s_seconds, r_seconds, 0.0, (s_seconds + r_seconds) / 2000
     while s_left > 0 or r_left > 0:
@@ -154,7 +154,7 @@ def test_two_that_slow_each_other(s_seconds: float, r_seconds: float, s_slowdown
 
 @given(st.floats(1e-9, 1e-6), st.floats(0, 1e-4), st.floats(0, 1e-3), st.floats(0.97, 1.03), st.floats(0.97, 1.03))
 def test_parts_are_found_again(token: float, row: float, call: float, up: float, down: float) -> None:
-    """Exactly without noise, never negative with it, and then no further off than the noise."""
+    """The parts are exact without noise, never negative with noise, and no further off than the noise."""
     columns = np.array(
         [(16 * 128, 16, 1), (128 * 128, 128, 1), (16 * 1024, 16, 1), (32 * 1024, 32, 1), (8 * 4096, 8, 1.0)]
     )
@@ -167,7 +167,7 @@ def test_parts_are_found_again(token: float, row: float, call: float, up: float,
 
 
 def points(key: str, **change: Any) -> list[dict[str, Any]]:
-    """A list of the profile's points, the first of them changed."""
+    """Return the profile's list of points named ``key``, with the first point changed."""
     first, *others = json.loads(write_profile(profile()))[key]
     return [first | change, *others]
 

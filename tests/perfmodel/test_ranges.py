@@ -1,4 +1,4 @@
-"""Sequences in ranges: what is asked and answered, what it costs, and what plans and simulations make of it."""
+"""Sequences in ranges: partial results and their cost, and what plans and simulations make of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(num_r_workers: int, **more: object) -> StepModel:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2047), st.integers(1, 3)), min_size=1, max_size=4))
 def test_what_is_asked_and_answered_is_what_r_workers_count(sequences: list[tuple[int, int, int]]) -> None:
-    """So many closed ranges of 2,048 tokens, tokens in the tail, rows: against the plans that R-workers get."""
+    """The counted ranges, tail tokens and rows agree with the plans that R-workers get."""
     chunks = []
     for number, (closed, cached, rows) in enumerate(sequences):
         base, rows = closed * 2048, min(rows, 2048 - cached)
@@ -56,25 +56,25 @@ def chunk_rows(chunk: Chunk) -> int:
 
 
 def test_a_step_with_ranges_by_hand() -> None:
-    """8 reads and 10 partial results: bytes on the link, rows on R-workers; copies and merging on the S-worker."""
+    """A step has 8 reads and 10 partial results; link bytes, R-workers' rows, and the S-worker's merges are by hand."""
     plain, parts = model(4).stages(Load.decode(2, 8192)), RangeParts(8, 10)
     found = model(4).stages(Load.decode(2, 8192).with_ranges(parts))
     query, partial = 32 * 128 * 2, 32 * 130 * 4
     assert (COSTS.query_bytes, COSTS.partial_bytes) == (query, partial)
     assert found.trip - plain.trip == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
     assert found.hop - plain.hop == pytest.approx((8 * query + 10 * partial) / 2 / LINK)
-    copied = (4 + 1) * query + 5 * partial  # of a mini-batch: the queries of its own row, too
+    copied = (4 + 1) * query + 5 * partial  # A mini-batch copies its rows' own queries, too.
     assert found.s_part - plain.s_part == pytest.approx(30e-6 + 5 * 32 * 28e-9 + copied / 12e9)
     slow = replace(model(4), storage=StorageCosts.of(SHAPE, slowness=2.0)).stages(
         Load.decode(2, 8192).with_ranges(parts)
     )
     assert slow.s_part - plain.s_part == pytest.approx(2 * (found.s_part - plain.s_part))
-    assert found.r_part == plain.r_part  # nothing is known of a row
+    assert found.r_part == plain.r_part  # The time of a single row is not known.
     assert model(4).stages(Load.decode(2, 8192).with_ranges(NO_RANGES)) == plain
 
 
 def test_the_mean_step_of_sequences_in_ranges() -> None:
-    """A tail of one to four splits has 1, 1, 2 and 1 partial results."""
+    """Tails of one to four splits have 1, 1, 2 and 1 partial results."""
     assert mean_parts(10, 2047, Placing(2048)) == NO_RANGES == mean_parts(10, 1e9, WHOLE)
     assert mean_parts(10, 5000, Placing(2048)) == (20, 10 * (2 + 1.25))
 
@@ -87,7 +87,7 @@ def imbalance(steps: list[StepRecord], num_sequences: int) -> float:
 
 @pytest.mark.parametrize("num_r_workers", [2, 8])
 def test_a_long_sequence_beside_short_ones_is_shared(num_r_workers: int) -> None:
-    """The live scheduler: 32,768 tokens beside 64 times 512."""
+    """The live scheduler shares 32,768 tokens among R-workers, beside 64 times 512, so that loads are even."""
     limits = Limits(
         max_num_seqs=65, max_num_batched_tokens=8192, num_mini_batches=2, scratch_tokens=1 << 40, max_model_len=40000,
         block_size=32, num_blocks=(1 << 20,) * num_r_workers, bandwidths=(1.0,) * num_r_workers, prefix_caching=False,
@@ -100,7 +100,7 @@ def test_a_long_sequence_beside_short_ones_is_shared(num_r_workers: int) -> None
 
 
 def test_plan_says_which_sequences_need_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For memory, for time, and when asked; else none."""
+    """Sequences are split into ranges for memory, for time, or where asked; else not."""
 
     def ranges(*flags: str) -> tuple[int | None, str]:
         path = tmp_path / "plan.json"
@@ -120,12 +120,12 @@ def test_plan_says_which_sequences_need_ranges(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_simulate_takes_ranges(tmp_path: Path) -> None:
-    """Of a trace's one long sequence, on R-workers none of which could hold it."""
+    """The one long sequence of the trace is simulated on R-workers none of which could hold it."""
     trace, path = tmp_path / "trace.jsonl", tmp_path / "simulated.json"
     lines = [{"timestamp": 0, "input_length": length, "output_length": 8} for length in (9000, 200, 200)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--dataset-name", "trace", "--dataset-path", str(trace), "--num-r-workers", "4", "--max-num-seqs", "4"]
-    flags += ["--kv-cache-memory", "640MiB", "--output-json", str(path)]  # 5,120 tokens
+    flags += ["--kv-cache-memory", "640MiB", "--output-json", str(path)]  # 640 MiB hold 5,120 tokens.
     busiest = []
     for more in ([], ["--kv-shard-tokens", "1024"]):
         assert main(["simulate", *PLAN, *flags, *more]) == 0

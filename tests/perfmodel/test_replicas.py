@@ -1,4 +1,4 @@
-"""Two copies of each sequence: what they cost, what a loss costs, and how even the live scheduler makes R-workers."""
+"""Two copies of each sequence: their cost, the cost of a loss, and how evenly the live scheduler loads R-workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planner(**more: Any) -> Planner:
 
 
 def test_what_is_copied_by_hand() -> None:
-    """Keys and values alone, once more over the last hop; storing them on another R-worker."""
+    """Only keys and values are copied: they cross the last hop once more, and another R-worker stores them."""
     model = StepModel(4, S_PART, RPart(R_SECONDS), 4, 2, TRANSPORT, storage=COSTS)
     plain, found = model.stages(Load.decode(64, 8192)), model.stages(Load(64, 64, 8192, copied_rows=40))
     key_values = 2 * 32 * 128 * 2
@@ -49,7 +49,8 @@ def test_what_is_copied_by_hand() -> None:
     assert (plain.hop, found.hop) == (pytest.approx(32 * 2 * key_values / LINK), plain.hop + 20 * key_values / LINK)
     assert found.r_part - plain.r_part == pytest.approx(20 / 4 * APPENDED_TOKENS * R_SECONDS)
     assert found.s_part == plain.s_part
-    assert StorageCosts.of(SHAPE, RPart(R_SECONDS, 0.0, 1e-6)).append_seconds == 1e-6  # measured, attending included
+    # The time was measured with attention included.
+    assert StorageCosts.of(SHAPE, RPart(R_SECONDS, 0.0, 1e-6)).append_seconds == 1e-6
     machine = SplitMachine(model)
     one, two = (machine.cost(Load(64, 64, 8192, copied_rows=rows), [2048] * 4) for rows in (0, 40))
     assert two.transfer_seconds - one.transfer_seconds == pytest.approx(8 * 20 * key_values / LINK)
@@ -58,12 +59,12 @@ def test_what_is_copied_by_hand() -> None:
 
 
 def test_two_copies_take_twice_the_memory() -> None:
-    """1,081,344 tokens at the peak, 90,000 in each; what is read is read once."""
+    """1,081,344 tokens at the peak need twice the memory at 90,000 per R-worker; each token is still read once."""
     one, two = (planner(capacity_tokens=90_000.0, placing=Placing(copies=number)).plan(1024) for number in (1, 2))
     assert (one.num_r_workers, two.num_r_workers, two.r_workers_set_by) == (13, 25, "memory")
     assert (one.kv_load_limit, one.kv_replicas, two.kv_replicas) == (two.kv_load_limit, 1, 2)
-    assert planner(placing=TWICE).plan(2).num_r_workers == 2  # never fewer
-    stored = 2 * APPENDED_TOKENS * R_SECONDS  # of each row, on one of them: beside 512 tokens that are read
+    assert planner(placing=TWICE).plan(2).num_r_workers == 2  # Two copies need two R-workers at least.
+    stored = 2 * APPENDED_TOKENS * R_SECONDS  # One R-worker stores each row's copy, beside 512 tokens that are read.
     exact = [
         planner(placing=Placing(copies=number), transport=Transport()).balanced_r_workers(1024) for number in (1, 2)
     ]
@@ -75,7 +76,8 @@ def test_two_copies_take_twice_the_memory() -> None:
         workload=Workload(700, 600, shared_prefix_len=500), interval_steps=100, capacity_tokens=5000.0, placing=TWICE
     )
     assert shared.memory_r_workers(512) == -(-512 * (200 + 700) // 4500)
-    assert shared.mean_step(512, 4)[1] == 512 * (150 + 250) + 2 * 4 * 500  # half of them read the prefix themselves
+    # Half of the sequences read the prefix themselves.
+    assert shared.mean_step(512, 4)[1] == 512 * (150 + 250) + 2 * 4 * 500
 
 
 def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +92,7 @@ def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.Ca
         assert (costs["one"][name], costs["two"][name]) == (one[name], two[name])
     assert two["replicas"]["one"] == costs["one"] and two["replicas"]["two"] == costs["two"]
     assert (costs["one"]["memory_r_workers"], costs["two"]["memory_r_workers"]) == (6, 12)
-    assert costs["link_growth"] == 0.5  # q, k, v, o and then k, v
+    assert costs["link_growth"] == 0.5  # q, k, v and o cross the link, and then k and v again.
     assert costs["recomputed_tokens"] == pytest.approx(2048 * 512 / one["num_r_workers"])
     assert costs["recompute_seconds"] > 1 and two["replicas"]["recompute_seconds"] == 0
     assert (
@@ -104,7 +106,7 @@ def test_plan_says_what_copies_and_a_loss_cost(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_takes_ranges_and_copies_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both cost what they cost alone; a lost R-worker stops every sequence that has one of its ranges there."""
+    """Ranges and copies cost what each costs alone; a loss stops every sequence that has a range on the R-worker."""
 
     def found(*flags: str) -> dict[str, Any]:
         path = tmp_path / "plan.json"
@@ -119,18 +121,19 @@ def test_plan_takes_ranges_and_copies_together(tmp_path: Path, capsys: pytest.Ca
     assert both["step_seconds"] != two["step_seconds"] == pytest.approx(both["step_seconds"], rel=0.05)
     assert both["replicas"]["two"]["output_tokens_per_second"] == both["output_tokens_per_second"]
     lost = one["replicas"]["lost_sequences"]
-    assert lost == pytest.approx(min(32, 32 * 4 / one["num_r_workers"]))  # 14,336 tokens on average are four ranges
+    assert lost == pytest.approx(min(32, 32 * 4 / one["num_r_workers"]))  # 14,336 tokens, the mean, are four ranges.
     assert both["replicas"]["lost_sequences"] == 0
     assert "of 4096 tokens (--kv-shard-tokens)" in capsys.readouterr().out
     assert main(["plan", *NAMES[:-4], *LONG, *ranges, *copies, "--emit", "mpirun"]) == 0
     assert " --kv-shard-tokens 4096 --kv-replicas 2 " in capsys.readouterr().out
-    assert found(*copies, "--kv-cache-memory", "2GiB")["ranges"]["reason"] == "memory"  # one R-worker: 4,096 tokens
+    # One R-worker holds 4,096 tokens.
+    assert found(*copies, "--kv-cache-memory", "2GiB")["ranges"]["reason"] == "memory"
     assert main(["plan", *NAMES, "--kv-shard-tokens", "1000"]) == 2
     assert "kv_shard_tokens must be 512 times a power of two" in capsys.readouterr().err
 
 
 def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mixed lengths on 8 R-workers of 4 hosts: every sequence has two copies, and every steady step is even."""
+    """With mixed lengths on 8 R-workers of 4 hosts every sequence has two copies, and every steady step is even."""
     path, reports = tmp_path / "simulated.json", []
     for number in ("1", "2"):
         flags = [*SIZES, "--num-r-workers", "8", "--max-num-seqs", "64", "--kv-replicas", number]
@@ -149,7 +152,7 @@ def test_simulated_copies_even_the_load(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def limits(**more: Any) -> Limits:
-    """Of four R-workers that are said to be alike."""
+    """Return limits of four R-workers that are said to be alike."""
     figures: dict[str, Any] = {
         "max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_mini_batches": 2, "scratch_tokens": 1 << 40,
         "max_model_len": 400, "block_size": 16, "num_blocks": (1 << 20,) * 4, "bandwidths": (1.0,) * 4,
@@ -159,7 +162,7 @@ def limits(**more: Any) -> Limits:
 
 
 def test_sequences_with_a_cached_prefix_begin_with_two_copies() -> None:
-    """All prompts are alike: most are hits, of a prefix that is retained twice; so none is copied between steps."""
+    """All prompts are alike, so most begin with a prefix that is cached twice, and none is copied between steps."""
     machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), seconds_per_moved_token=1e-6)
     steps: list[StepRecord] = []
     simulator = Simulator(Scheduler(SCHEDULES["stall-free"], limits(prefix_caching=True)), machine, steps.append)
@@ -170,7 +173,7 @@ def test_sequences_with_a_cached_prefix_begin_with_two_copies() -> None:
 
 
 def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
-    """The first R-worker is lost in the 50th step."""
+    """The first R-worker is lost in the 50th step, and copies are made again between later steps."""
     machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), seconds_per_moved_token=1e-6)
     scheduler, copies = Scheduler(SCHEDULES["stall-free"], limits()), []
 
@@ -187,7 +190,7 @@ def test_sequences_that_lost_a_copy_get_another_between_steps() -> None:
 
 
 def test_a_slow_r_worker_is_relieved() -> None:
-    """The first has half the speed of the others."""
+    """With a first R-worker of half the speed, late steps are within a tenth of the ideal share's."""
     speeds = np.array([0.5, 1.0, 1.0, 1.0])
     steps: list[StepRecord] = []
     machine = SplitMachine(StepModel(4, S_PART, RPart(1e-6), 4), speeds=tuple(speeds.tolist()))

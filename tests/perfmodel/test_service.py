@@ -1,4 +1,4 @@
-"""What users feel: time per token and to the first one, beside throughput, and limits that a plan keeps to."""
+"""Times that users notice, per token and to the first token, beside throughput, and limits that a plan keeps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CLUSTER += ["--seq-len", "131072"]
 def test_no_fewer_r_workers_serve_the_same_users_as_fast_within_the_limit(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither rows of the plan's own table, nor one R-worker less for the same mini-batch."""
+    """With fewer R-workers the batch gives fewer tokens per second, or exceeds the limit on time per token."""
     found, _ = answer(tmp_path, capsys, *words)
     assert found["keeps_limits"]
     limit, rate, number = found["limits"]["tpot_seconds"], found["output_tokens_per_second"], found["num_r_workers"]
@@ -104,7 +104,7 @@ def test_a_limit_that_nothing_keeps_is_said_first(tmp_path: Path, capsys: pytest
 
 
 def test_the_first_token_by_hand() -> None:
-    """5,000 tokens are two chunks and a rest beside 64 decodes, and 12.5 million pairs."""
+    """5,000 prompt tokens are two chunks and a rest beside 64 decodes, and 12.5 million pairs of tokens."""
     assert prompt_chunks(5000) == [(2.0, CHUNK_TOKENS), (1.0, 904.0)] and prompt_chunks(0) == [(1.0, 1.0)]
     made = planner(Workload(6000, 5000), pair_seconds=1e-9)
     _, kv_tokens = made.mean_step(64, 4)

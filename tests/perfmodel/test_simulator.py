@@ -48,7 +48,7 @@ def request(prompt_len: int, output_len: int, arrival: float = 0.0) -> Simulated
 
 
 def test_a_second_per_step() -> None:
-    """Tokens appear at the end of a step; who arrives during one starts with the next; idle time is skipped."""
+    """Tokens appear when a step ends; a request that arrives in a step starts with the next; idle time is skipped."""
     early, late, after = request(4, 3), request(5, 2, 0.5), request(6, 1, 10.25)
     steps = simulate([after, early, late])
     assert list(early.token_seconds) == [1.0, 2.0, 3.0]
@@ -62,7 +62,7 @@ def test_a_second_per_step() -> None:
 
 
 def test_time_is_made_of_rows_and_cached_tokens() -> None:
-    """A prompt in scratch is rows alone; each decode attends its context and itself."""
+    """A prompt costs only its rows; each decode costs one row, and attends its context and itself."""
     alone = request(10, 4)
     simulate([alone], machine=PlainMachine(0.0, 1.0, 100.0))
     gaps = [10.0, 1 + 1100.0, 1 + 1200.0, 1 + 1300.0]
@@ -78,7 +78,7 @@ def test_without_scratch_every_chunk_attends_what_came_before() -> None:
 
 
 def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
-    """Sarathi-Serve's figure 7 in small: 48 rows at once, or beside the decode in chunks of 7."""
+    """48 rows at once stall the decodes, and chunks of 7 rows do not, as in Sarathi-Serve's figure 7."""
     gaps = {}
     for schedule, budget in (("prefill-first", 64), ("stall-free", 8)):
         decoding = request(2, 12)
@@ -93,7 +93,7 @@ def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
 @pytest.mark.parametrize("blocks", [100, 10])
 @pytest.mark.parametrize("limit", [None, 200])
 def test_every_request_ends_with_its_length_and_time_only_passes(schedule: str, blocks: int, limit: int | None) -> None:
-    """Whatever waits, is preempted or computed again: with few blocks sequences are."""
+    """Requests wait, are preempted or are computed again, and yet all end; with few blocks some are preempted."""
     rng = np.random.default_rng(blocks)
     requests = [request(*rng.integers(1, 30, 2).tolist(), float(rng.uniform(0, 300))) for _ in range(60)]
     limits = replace(LIMITS, num_blocks=(blocks, blocks), kv_load_limit=limit)
@@ -113,7 +113,7 @@ def test_every_request_ends_with_its_length_and_time_only_passes(schedule: str, 
 
 
 def test_small_caches_do_preempt() -> None:
-    """So that the test above is about preemption too."""
+    """The settings of the test above do cause preemptions."""
     requests = [request(30, 30) for _ in range(8)]
     scheduler = Scheduler(SCHEDULES["stall-free"], replace(LIMITS, num_blocks=(10, 10)))
     Simulator(scheduler, PlainMachine()).run(requests)
@@ -122,7 +122,7 @@ def test_small_caches_do_preempt() -> None:
 
 @pytest.mark.parametrize("schedule", ["stall-free", "prefill-first"])
 def test_outputs_that_are_only_counted_are_scheduled_as_lists_of_tokens_are(schedule: str) -> None:
-    """Through preemptions and prefixes found again, whose tokens are looked at."""
+    """Outputs that are only counted get the schedule of listed tokens, with preemptions and cached prefixes."""
     rng = np.random.default_rng(7)
     sizes = [(int(rng.integers(20, 30)), int(rng.integers(20, 30))) for _ in range(30)]
     limits = replace(LIMITS, num_blocks=(10, 12), block_size=8, prefix_caching=True)
@@ -159,7 +159,7 @@ S_PART = MeasuredSPart((8, 64), (1e-3, 4e-3), (2e-3, 3e-3))
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
-    """Ten layers; the other worker's load changes its own time alone."""
+    """Over ten layers the load of the other R-worker changes only its own time."""
     model = StepModel(10, S_PART, RPart(1e-6, 1e-4), 2, mini_batches, Transport(1000, (1e9,), 1e-5), 5e-3)
     machine = SplitMachine(model, 100)
     even, uneven = machine.cost(Load(64, 64, 18000), [9000, 9000]), machine.cost(Load(64, 64, 10000), [9000, 1000])
@@ -176,7 +176,7 @@ def test_a_split_step_waits_for_the_busiest_r_worker(mini_batches: int) -> None:
 
 
 def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
-    """A prompt's rows but its last go through the layers alone."""
+    """All rows of a prompt but its last go through the layers only."""
     model = StepModel(
         10, S_PART, RPart(1e-6), step_overhead_seconds=5e-3, row_overhead_seconds=1e-4, num_mini_batches=1
     )
@@ -189,7 +189,7 @@ def test_only_sampled_rows_meet_the_head_and_the_host() -> None:
 
 
 def test_rows_cost_r_workers_what_they_cost_the_step() -> None:
-    """One call, its rows and its tokens, per layer and mini-batch; prompts' rows attend on the S-worker."""
+    """A layer and mini-batch cost one call, rows and tokens; prompt rows attend on the S-worker."""
     model = StepModel(10, S_PART, RPart(1e-6, 1e-4, 1e-5), 2, 2)
     cost = SplitMachine(model).cost(Load(64, 40, 10000), [9000, 1000])
     assert cost.r_seconds.tolist() == pytest.approx(
@@ -215,7 +215,7 @@ def test_records_add_up() -> None:
 
 
 def test_a_gpu_alone_is_its_roofline() -> None:
-    """Weights or arithmetic, whichever takes longer, and its cache."""
+    """The step takes the longer of reading weights and computing, and then reading the cache."""
     shape, gpu = BUILT_IN["mistral-7b"], GPUS["a100"]
     step_time = GpuStepTime(shape, gpu, 131072)
     assert shape.kv_layout("bfloat16").kv_bytes_per_token == 131072
@@ -229,7 +229,7 @@ def test_a_gpu_alone_is_its_roofline() -> None:
 
 
 def prefill_forecast(seconds_per_token: float) -> Forecast:
-    """Products alone: so many seconds for each token, on each worker."""
+    """Return a forecast of prompts without attention: so many seconds per token, on each worker."""
     s_part = MeasuredSPart((1, 1 << 20), (seconds_per_token, seconds_per_token * (1 << 20)), (0.0, 0.0))
     return Forecast(PrefillTimes(1, s_part, PromptAttentionTimes(1e-12), 1.0, before_share=0.0))
 
@@ -247,11 +247,11 @@ def simulate_prefill(
 
 
 def test_prompts_on_prefill_workers_by_hand() -> None:
-    """40 tokens on two workers: 2 s, and then a token a second; the second prompt waits for no seat and no row."""
+    """40 tokens on two workers take 2 s, then a token comes each second; the second prompt waits for nothing."""
     first, second = request(40, 3), request(20, 3, 2.5)
     steps = simulate_prefill([first, second], 2)
     assert list(first.token_seconds) == pytest.approx([2.0, 3.0, 4.0])
-    # It is heard of at 3.0 and takes a chain for 1 s.
+    # The step at 3.0 learns of it, and the prompt takes the workers for 1 s.
     assert list(second.token_seconds) == pytest.approx([4.0, 5.0, 6.0])
     assert first.start_seconds == 0.0 and second.start_seconds == pytest.approx(3.0)
     assert sum(step.num_output_tokens for step in steps) == 6
@@ -269,14 +269,14 @@ def test_a_fleet_counts_the_prefix_of_a_prompt() -> None:
 
 
 def test_many_prompts_go_side_by_side() -> None:
-    """Two workers, four prompts of 2 s each: chains would do as well here, and no worker may stand idle."""
+    """Four prompts of 2 s each take two workers 4 s, so neither worker is ever idle."""
     requests = [request(20, 1) for _ in range(4)]
     simulate_prefill(requests, 2)
     assert sorted(each.token_seconds[0] for each in requests)[-1] == pytest.approx(4.0)
 
 
 def test_prefill_workers_keep_decodes_from_stalling() -> None:
-    """The prompt of 48 rows that stalls a decode for 48 s on the S-worker takes nothing from it here."""
+    """A prompt of 48 rows, which stalls a decode for 48 s on the S-worker, does not delay a decode here."""
     decoding = request(2, 12)
     simulate_prefill([decoding, request(48, 1, 0.5)], 1, PlainMachine(0.0, 1.0))
     assert decoding.seconds_between_tokens.max() == pytest.approx(1.0)

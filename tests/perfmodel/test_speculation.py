@@ -1,4 +1,4 @@
-"""Drafts in plans and simulations: formulas against sums, and the scheduler in simulated time."""
+"""Drafts in plans and simulations: the formulas agree with sums, and the scheduler runs in simulated time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("drafts", [0, 1, 4])
 def test_tokens_of_a_verification(drafts: int, rate: float) -> None:
-    """The one that always comes, and draft j where it and all before it are accepted."""
+    """One token always comes, and draft j comes where it and all drafts before it are accepted."""
     expected = 1 + sum(rate**depth for depth in range(1, drafts + 1))
     assert tokens_per_verification(drafts, rate) == pytest.approx(expected)
 
@@ -50,7 +50,7 @@ def test_accepted_drafts_are_as_many_as_the_rate_says() -> None:
 
 
 def run(rate: float, policy: DraftPolicy | None, machine: PlainMachine | SplitMachine, **cost: float) -> Simulator:
-    """Eight requests of 10 + 25 tokens, one of which would go on."""
+    """Run eight requests of 10 + 25 tokens in simulated time, with drafts accepted at ``rate``."""
     limits = replace(LIMITS, num_speculative_tokens=4)
     drafter = SimulatedDrafter(Drafting(4, rate, DraftCost(**cost), 0.25), len(limits.num_blocks))  # type: ignore[arg-type]
     steps: list[StepRecord] = []
@@ -68,7 +68,7 @@ def run(rate: float, policy: DraftPolicy | None, machine: PlainMachine | SplitMa
 
 @pytest.mark.parametrize(("rate", "num_decodes"), [(0.0, 24), (1.0, 5)])
 def test_steps_of_a_second_become_fewer(rate: float, num_decodes: int) -> None:
-    """24 tokens after the first: one each, or five at once."""
+    """The 24 tokens after the first take 24 steps where all drafts are rejected, and 5 where all are accepted."""
     plain, drafting = run(rate, None, PlainMachine()), run(rate, AlwaysMost(), PlainMachine())
     assert drafting.num_steps == plain.num_steps - 24 + num_decodes
     assert drafting.now_seconds == drafting.num_steps
@@ -77,7 +77,7 @@ def test_steps_of_a_second_become_fewer(rate: float, num_decodes: int) -> None:
 
 
 def test_a_cache_is_read_once_for_all_rows() -> None:
-    """A second per KV token; each row beyond the first costs a quarter of it. And drafting takes its time."""
+    """A KV token takes a second, each row beyond the first a quarter of it, and drafting takes time of its own."""
     found = run(0.0, AlwaysMost(), PlainMachine(0.0, 0.0, 1.0), sequence_seconds=1000.0)
     step = next(step for step in found.steps if step.num_tokens == 8 * 5)  # type: ignore[attr-defined]
     contexts = sum(step.kv_loads) - 8 * 5
@@ -86,7 +86,7 @@ def test_a_cache_is_read_once_for_all_rows() -> None:
 
 
 def test_the_balance_in_simulated_time() -> None:
-    """R-bound: drafts win what the S-worker has room for. S-bound: nothing is lost."""
+    """Drafts use the S-worker's spare time where R limits, and lose nothing where S limits."""
 
     def seconds(rate: float, r_seconds: float, drafting: bool) -> float:
         s_part = MeasuredSPart((1, 1000), (1e-3, 1.0), (1e-9, 1e-9))
@@ -103,7 +103,7 @@ def planner(r_seconds: float) -> Planner:
 
 
 def test_fewer_r_workers_suffice() -> None:
-    """None where nothing is accepted; with 80 % about half. No other number of drafts needs fewer."""
+    """No R-worker is saved where no draft is accepted or drafts are dear; about half are saved at 80 %."""
     each = planner(1e-6)
     plan = each.plan(64)
     assert plan.num_r_workers > 40
@@ -119,7 +119,7 @@ def test_fewer_r_workers_suffice() -> None:
 
 
 def test_drafts_over_ranges_and_copies_cost_what_these_cost() -> None:
-    """Without a draft that is accepted a plan with drafts is the plan itself."""
+    """A plan with drafts, none of which is accepted, costs what the plan without drafts costs."""
     costs = StorageCosts.of(BUILT_IN["llama-7b"], RPart(1e-6))
     each = replace(planner(1e-6), placing=Placing(512, 2), storage=costs)
     plan = each.plan(64)
@@ -131,7 +131,7 @@ def test_drafts_over_ranges_and_copies_cost_what_these_cost() -> None:
 
 
 def test_rows_of_grouped_queries_cost_more() -> None:
-    """Five rows of groups of 4 take 2.64 times as long as one, as was measured; of one head each hardly longer."""
+    """Five rows of groups of 4 query heads take 2.64 times as long as one, as measured; of one head, hardly longer."""
     assert [row_share(group) for group in (1, 4, 64)] == [0.04, pytest.approx(0.41), 1.0]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of an S-worker: what each holds, what their collectives take, and what plans make of it."""
+"""Ranks of an S-worker: the memory of each, the time of their collectives, and plans with ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAN = ["plan", "--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--
 
 
 def paper_175b(num_ranks: int, prices: Prices = NO_PRICES) -> Planner:
-    """OPT-175B on A10s that PCIe connects, sockets of Epyc 7452 and 100 Gb/s, layers of which the paper ran a few."""
+    """Return a planner of OPT-175B: A10s on PCIe, sockets of Epyc 7452, 100 Gb/s, and the paper's few layers."""
     own, group = rank_shape(OPT_175B, num_ranks), RankGroup(num_ranks, gpu_peer_link(A10))
     return Planner(
         Workload(1024), OPT_175B.num_layers, RankSPart(GpuSPart(own, A10), OPT_175B, group),
@@ -51,14 +51,14 @@ def paper_175b(num_ranks: int, prices: Prices = NO_PRICES) -> Planner:
 
 @pytest.mark.parametrize("mini_batch_size", [256, 512, 1024])
 def test_the_papers_175b_on_twice_the_s_and_r(mini_batch_size: int) -> None:
-    """Section 5.3: 1.84 times the throughput. Presets give it within 3 %, whatever the batch; nothing is fitted."""
+    """Section 5.3 measured 1.84 times the throughput; presets give it within 3 % at any batch, with nothing fitted."""
     each = paper_175b(1).plan(mini_batch_size).num_r_workers
     one, two = (paper_175b(ranks).candidate(mini_batch_size, each) for ranks in (1, 2))
     assert two.output_tokens_per_second / one.output_tokens_per_second == pytest.approx(1.84, rel=0.03)
 
 
 def ring_seconds(num_bytes: float, num_ranks: int) -> float:
-    """Reduce-scatter, then all-gather, a message to the next rank after the other."""
+    """Return the seconds of a reduce-scatter and an all-gather, each message to the next rank."""
     clocks = [0.0] * num_ranks
     for _ in range(2 * (num_ranks - 1)):
         sent = [clock + ONCE + num_bytes / num_ranks / RATE for clock in clocks]
@@ -67,7 +67,7 @@ def ring_seconds(num_bytes: float, num_ranks: int) -> float:
 
 
 def doubling_seconds(num_bytes: float, num_ranks: int) -> float:
-    """All of it to a partner, whose distance doubles."""
+    """Return the seconds of sending everything to partners at doubling distances."""
     seconds, distance = 0.0, 1
     while distance < num_ranks:
         seconds, distance = seconds + ONCE + num_bytes / RATE, 2 * distance
@@ -98,7 +98,7 @@ def test_two_layers_of_all_reduce_and_the_logits_by_hand() -> None:
 @pytest.mark.parametrize("name", ["llama-7b", "llama-3-70b", "mixtral-8x7b", "opt-175b"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_share_weights_and_cache(name: str, num_ranks: int) -> None:
-    """All of them together hold each weight of a layer, and each byte of cache, once."""
+    """The ranks together hold each weight of a layer and each byte of cache once."""
     shape, own = BUILT_IN[name], rank_shape(BUILT_IN[name], num_ranks)
     assert num_ranks * own.layer_parameters == shape.layer_parameters
     assert num_ranks * own.head_parameters == shape.head_parameters
@@ -109,7 +109,7 @@ def test_ranks_share_weights_and_cache(name: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ranks_hold_latent_rows_whole_and_heads_of_their_own(num_ranks: int) -> None:
-    """Weights that make latents are on every rank, and every rank's R-workers keep every row."""
+    """Weights that make latents are on every rank, and every rank's R-workers keep all latent rows."""
     shape, own = BUILT_IN["deepseek-v3"], rank_shape(BUILT_IN["deepseek-v3"], num_ranks)
     assert own.kv_layout("bfloat16").kv_bytes_per_token == shape.kv_layout("bfloat16").kv_bytes_per_token
     assert own.layer_layout.num_heads == 128 // num_ranks
@@ -135,7 +135,7 @@ def test_too_few_kv_heads_are_held_twice_and_odd_numbers_refused() -> None:
 
 
 def test_hosts_and_prices_count_every_rank() -> None:
-    """3 R-workers of each of two ranks, two on a host, and two GPUs."""
+    """Each of two ranks has 3 R-workers, two to a host, and a GPU."""
     planner = dataclasses.replace(paper_175b(2, Prices(3.0, 2.0, 2)), r_workers_per_host=2)
     plan = planner.plan(1024)
     assert (plan.num_r_workers, plan.total_r_workers, plan.num_hosts) == (3, 6, 3)
@@ -159,11 +159,11 @@ def test_the_command_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*PLAN, "--rank-link", "10Gb", "--tensor-parallel-size", "2", *flags]) == 0
     assert json.loads(path.read_text())["step_seconds"] > found["step_seconds"]
     assert main([*PLAN, "--model", "llama-13b", "--tensor-parallel-size", "2"]) == 0
-    assert "4.4 GB too little" in capsys.readouterr().out  # one a10's row in the comparison
+    assert "4.4 GB too little" in capsys.readouterr().out  # The comparison has one row for the A10.
 
 
 def test_the_command_simulates_logical_r_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two for each of two ranks: the scheduler sees two, so loads are the same, and steps are shorter."""
+    """Each of two ranks has two R-workers; the scheduler sees two, so loads stay the same and steps are shorter."""
     path, found = tmp_path / "simulated.json", []
     for ranks in (1, 2):
         flags = ["--max-num-seqs", "8", "--num-r-workers", "2", "--random-output-len", "8", "--num-prompts", "8"]
@@ -176,7 +176,7 @@ def test_the_command_simulates_logical_r_workers(tmp_path: Path, capsys: pytest.
 
 
 def test_a_profile_says_what_ranks_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured collectives are in its times; without such times a link has to be named."""
+    """Plans take ranks' times from a profile that measured them; for other numbers of ranks a link has to be named."""
     one = profile()
     own = tuple(SPartPoint(p.batch_size, 0.6 * p.layer_seconds, p.head_seconds, 0.0, p.threads, 2) for p in one.s_part)
     both = dataclasses.replace(one, s_part=(*one.s_part, *own))

@@ -1,4 +1,4 @@
-"""Plans beside what was measured: the paper's figure 9, the barrier in closed form, and bounds on what is asked."""
+"""Plans against measurements: the paper's figure 9, the barrier in closed form, and bounds on what is asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAPER = ["--model", "llama-7b", "--gpu", "a10", "--cpu", "epyc-7452", "--link", 
 
 @pytest.mark.parametrize(("in_flight", "measured"), [(256, 1542), (512, 2202), (1024, 2279)])
 def test_figure_9_of_the_paper(in_flight: int, measured: int, tmp_path: Path) -> None:
-    """Tokens per second of the 7B model on 8 sockets, within a tenth, by the default equations."""
+    """The plan's tokens per second of the 7B model on 8 sockets are within a tenth of the measured ones."""
     path = tmp_path / "plan.json"
     words = [*PAPER, "--num-r-workers", "8", "--mini-batch-size", str(in_flight // 2)]
     assert main(["plan", *words, "--output-json", str(path)]) == 0
@@ -37,7 +37,7 @@ def test_the_expected_largest_of_normals(number: int) -> None:
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0])
 def test_the_spread_of_a_running_sequence(cv: float) -> None:
-    """Against sequences of gamma-distributed lengths, seen at uniform ages, long ones for longer."""
+    """The formula agrees with drawn sequences of gamma-distributed lengths, seen at uniform ages."""
     rng = np.random.default_rng(1)
     lengths = np.full(400_000, 1000.0) if cv == 0 else rng.gamma(1 / cv**2, 1000 * cv**2, 400_000)
     seen = rng.choice(lengths, 400_000, p=lengths / lengths.sum())
@@ -49,7 +49,7 @@ def test_the_spread_of_a_running_sequence(cv: float) -> None:
 
 @pytest.mark.parametrize(("r_workers", "each"), [(8, 64), (8, 16), (32, 16)])
 def test_the_barrier_of_random_placement(r_workers: int, each: int) -> None:
-    """The largest of P sums of contexts at random ages, over the mean sum."""
+    """The formula agrees with the largest of P sums of contexts at random ages over their mean."""
     ages = np.random.default_rng(2).uniform(size=(2000, r_workers, each)).sum(axis=2)
     drawn = (ages.max(axis=1) / ages.mean(axis=1)).mean()
     assert barrier(r_workers, each, Workload(1024).context_spread) == pytest.approx(drawn, rel=0.01)
@@ -103,7 +103,7 @@ def test_out_of_memory_names_flags_of_the_command_alone(
 def test_what_no_engine_runs_is_not_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers say themselves what they cannot be put through; some types of models are refused as a whole."""
+    """A layer or a type of model that the engine refuses is not recommended."""
     words = ["plan", "--model", "qwen3-next-80b-a3b", "--gpu", "h200", "--cpu", "epyc-9654", "--seq-len", "131072"]
     monkeypatch.setitem(recurrent.CANNOT, "gpu", "this model keeps a state per sequence; leave it out")
     assert main([*words, "--output-json", str(tmp_path / "plan.json")]) == 0

@@ -1,4 +1,4 @@
-"""The weights people have: packed checkpoints, hub ids, the fewest GPUs that hold them, and sessions by context."""
+"""Weights as published: packed checkpoints, hub ids, the fewest GPUs that hold them, and sessions by context."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_configuration_says_its_format(quantization: dict[str, object], name: 
 
 
 def test_bytes_of_packed_weights_by_hand() -> None:
-    """Layers have 4.25 bits a weight; both embeddings keep two bytes."""
+    """Layers have 4.25 bits a weight, and both embeddings keep two bytes."""
     plain = BUILT_IN["llama-3-8b"]
     packed = replace(plain, weight_bits=4.25)
     vocabulary = 2 * 4096 * 128256
@@ -68,7 +68,7 @@ def test_packed_weights_favour_the_gpu_alone_and_are_said(tmp_path: Path, capsys
 
 
 def test_formats_that_the_engine_keeps_packed_count_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """gpt-oss-120b in MXFP4 fits one H100; ranks cut plain weights, so two of them unpack."""
+    """Packed weights stay packed on one GPU, and two ranks of an S-worker unpack them."""
     assert {*KEPT_PACKED} == {*FORMATS} - {name for name in FORMATS if name.startswith("gguf")}
     words = ["plan", "--gpu", "h100", "--cpu", "epyc-9654", "--seq-len", "8192", "--model"]
     assert main([*words, "llama-3-8b", "--weights", "awq"]) == 0
@@ -107,31 +107,29 @@ def test_the_list_of_models_and_the_table_of_sessions(tmp_path: Path, capsys: py
     assert set(cells) == {(c, s) for c in (8192, 32768, 131072, 262144) for s in (1, 4, 8, 32)}
     assert cells[8192, 1]["gpu_alone"] < cells[8192, 1]["streamed"]
     assert cells[32768, 32]["gpu_alone"] is None and cells[32768, 32]["fastdecode"] < cells[32768, 32]["streamed"]
-    assert cells[262144, 1] == {
-        "context": 262144,
-        "sessions": 1,
-        "gpu_alone": None,
-        "fastdecode": None,
-        "streamed": None,
-    }
+    ways = ("gpu_alone", "fastdecode", "streamed")
+    assert all(cells[262144, 1][way] is None and cells[262144, 1][f"{way}_in_turns"] == 0 for way in ways)
+    assert cells[32768, 32]["gpu_alone_in_turns"] > 0
     assert "KV over PCIe" in capsys.readouterr().out
 
 
 def test_a_table_s_best_is_the_way_with_most_tokens_per_second(capsys: pytest.CaptureFixture[str]) -> None:
-    """One session at a time on the GPU gives more than four over slow R-workers, and the table says which memory."""
+    """Each row of the table names the way with the most tokens per second, sessions in turns included."""
     home = ["--gpu", "rtx-4090", "--cpu", "ryzen-9950x"]
     assert main(["plan", "--table", "--model", "llama-3-8b", *home]) == 0
     out = capsys.readouterr().out
     rows = {tuple(line.split()[:2]): line for line in out.splitlines() if re.match(r" +[\d,]+ +\d+ ", line)}
     assert "in turns 39.6/s" in rows["32,768", "4"] and rows["32,768", "4"].endswith("  GPU alone, in turns")
     assert rows["8,192", "1"].endswith("  GPU alone") and rows["131,072", "1"].endswith("  FastDecode")
-    assert "GPU memory" in rows["131,072", "1"] and "host memory" in rows["131,072", "32"]
+    assert "GPU memory" in rows["131,072", "1"] and rows["131,072", "32"].endswith("  FastDecode, in turns")
     assert rows["262,144", "1"].split()[2:] == ["context", "context", "context", "-"]
     assert "llama-server" not in out and "Host memory: " in out and "assumed for ryzen-9950x" in out
     for line in rows.values():
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"([\d.,]+)/s", line)]
-        first = line.endswith(("GPU alone", "in turns"))
-        assert not rates or max(rates) == (rates[0] if first else rates["in turns" in line])
+        without_gpu = "GPU memory" in line or "context" in line
+        ways = ("FastDecode", "KV over PCIe") if without_gpu else ("GPU alone", "FastDecode", "KV over PCIe")
+        best = line.split("  ")[-1].removesuffix(", in turns")
+        assert not rates or max(rates) == rates[ways.index(best)]
 
 
 def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(
@@ -144,4 +142,4 @@ def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(
     path = tmp_path / "profile.json"
     path.write_text(write_profile(profile()))
     assert main(["plan", "--table", "--profile", str(path)]) == 2
-    assert "table: it compares with the GPU alone; name one with --gpu" in capsys.readouterr().err
+    assert "table: the table compares with the GPU alone; name a GPU with --gpu" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""An R-worker with the sequences it holds, for tests: random payloads, steps in one call, the oracle's answer."""
+"""An R-worker with the sequences it holds, for tests: random payloads, steps in one call, and the oracle's answer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def Layer(
     *rule: Any,
     **rules: Any,
 ) -> Dense:
-    """A layer with small numbers where none are given."""
+    """Return a layer with small numbers where none are given."""
     return Dense(num_heads, num_kv_heads, key_head_dim, value_head_dim, scale, *rule, **rules)
 
 
 def table(rows: list[tuple[int, int, int, int]]) -> np.ndarray:
-    """Rows of four integers as the int64 [n, 4] array of controls or spans."""
+    """Return rows of four integers as an int64 [n, 4] array of controls or spans."""
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
 def make_worker(layer: Dense, **options: Any) -> _rworker.RWorker:
-    """An R-worker of one such layer; options override the defaults."""
+    """Return an R-worker of one layer; ``options`` override the defaults."""
     settings: dict[str, Any] = {
         "model_dtype": "float32",
         "kv_dtype": "float32",
@@ -58,7 +58,7 @@ class Rows:
 
 
 def random_rows(rng: np.random.Generator, layer: Dense, num_rows: int) -> Rows:
-    """Gaussian rows for one layer."""
+    """Return Gaussian rows for one layer."""
     return Rows(
         rng.standard_normal((num_rows, layer.num_heads, layer.key_head_dim), dtype=np.float32),
         rng.standard_normal((num_rows, layer.num_kv_heads, layer.key_head_dim), dtype=np.float32),
@@ -82,7 +82,7 @@ class Harness:
     def step(
         self, batch: dict[int, Rows], append_only: tuple[int, ...] = (), controls: Sequence = ()
     ) -> dict[int, np.ndarray]:
-        """One step, one mini-batch: sequence id -> new rows; returns float32 outputs of those that attend."""
+        """Run a step of one mini-batch: sequence id -> new rows; return float32 outputs of those that attend."""
         order = [i for i in batch if i not in append_only] + list(append_only)
         spans = [(i, self.lengths.get(i, 0), len(batch[i].k), int(i not in append_only)) for i in order]
         attending = sum(len(batch[i].q) for i in order if i not in append_only)
@@ -103,11 +103,11 @@ class Harness:
         return results
 
     def expected(self, sequence_id: int, q: np.ndarray) -> np.ndarray:
-        """The oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds."""
+        """Return the oracle's output for a sequence's last ``len(q)`` tokens, over what the cache holds."""
         return attention(*self._seen(sequence_id, q), **self._scoring)
 
     def check(self, sequence_id: int, q: np.ndarray, output: np.ndarray) -> None:
-        """AssertionError where ``output`` of the last ``len(q)`` tokens is farther off than roundings explain."""
+        """Assert that ``output`` of the last ``len(q)`` tokens is as near as roundings allow."""
         group, alibi = self.layer.num_heads // self.layer.num_kv_heads, bool(self.layer.alibi_slopes)
         roundings = Roundings(self.model_dtype, self.kv_dtype, self.worker.isa, group, alibi)
         for at in attended(*self._seen(sequence_id, q), **self._scoring):
@@ -118,7 +118,7 @@ class Harness:
             )
 
     def _seen(self, sequence_id: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q as the payload has it, and the keys and values that the cache holds."""
+        """Return q as the payload carries it, and the keys and values as the cache holds them."""
         k, v = self.worker.read_tokens(sequence_id, 0)
         return rounded(q, self.model_dtype), k, v
 

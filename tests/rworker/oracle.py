@@ -1,4 +1,4 @@
-"""Attention in float64, one row and head at a time, and the rounding a cache does."""
+"""Attention in float64, one row and head at a time, and the rounding that a cache does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as the payload carries ``dtype``: float32, or the bits rounded to nearest even as uint16."""
+    """Return float32 values as the payload carries ``dtype``: float32, or bits rounded to nearest even as uint16."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if dtype == "float32":
         return values
@@ -21,7 +21,7 @@ def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def from_bits(payload: np.ndarray, dtype: str) -> np.ndarray:
-    """The float32 values of a payload."""
+    """Return the float32 values of a payload."""
     if dtype == "float32":
         return payload
     if dtype == "float16":
@@ -30,14 +30,17 @@ def from_bits(payload: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """``values`` after a trip through ``dtype``."""
+    """Return ``values`` after a trip through ``dtype``."""
     return from_bits(to_bits(values, dtype), dtype)
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What one row and head sees, float64: its query [Dk], keys [n, Dk], values [n, Dv], the scores [n] as products
-    (``raw``) and as exponents below the largest (``below``), and the weights [n], which with a sink's sum to one."""
+    """The inputs and weights of one row and head, in float64.
+
+    The query is [Dk], the keys are [n, Dk] and the values [n, Dv]. The scores [n] are kept as products (``raw``) and as
+    exponents below the largest (``below``). The weights [n] sum to one, together with a sink's.
+    """
 
     row: int
     head: int
@@ -61,7 +64,7 @@ def attended(
     alibi_slopes: tuple[float, ...] = (),
     chunked: bool = False,
 ) -> Iterator[Attended]:
-    """Each row and head of the last ``len(q)`` tokens of a sequence.
+    """Yield each row and head of the last ``len(q)`` tokens of a sequence.
 
     ``q``: [q_len, num_heads, Dk]; ``k``: [length, num_kv_heads, Dk]; ``v``: [length, num_kv_heads, Dv].
     """
@@ -89,7 +92,7 @@ def attended(
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **scoring: Any) -> np.ndarray:
-    """What the rows and heads of :func:`attended` get: float64 [q_len, num_heads, Dv]."""
+    """Return the outputs of the rows and heads of :func:`attended`: float64 [q_len, num_heads, Dv]."""
     out = np.empty((*q.shape[:2], v.shape[-1]))
     for each in attended(q, k, v, **scoring):
         out[each.row, each.head] = each.weights @ each.values
@@ -97,6 +100,6 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **scoring: Any) -> np
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest norm-wise error over rows and heads."""
+    """Return the largest norm-wise error over rows and heads."""
     error = np.linalg.norm(got.astype(np.float64) - want, axis=-1)
     return float((error / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)).max())

@@ -1,4 +1,4 @@
-"""What a cache of any KV dtype stores, in numpy: the oracle of the R-worker's quantiser and of its exported bytes."""
+"""The numbers that a cache of any KV dtype stores, in numpy: the oracle of the quantiser and of exported bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP_DIMS = 64
 
 
 def stored(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
-    """``rows`` [..., dim] float32 after a trip through the cache, as ``keys`` or as values."""
+    """Return ``rows`` [..., dim] float32 after a trip through the cache, as ``keys`` or as values."""
     if kv_dtype == "int8":
         codes, scale = _int8(rows)
         return codes * scale
@@ -23,9 +23,9 @@ def stored(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
 
 
 def exported(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
-    """The bytes a cache exports of ``rows`` [..., dim] float32: uint8 [..., bytes], codes and then scales.
+    """Return the bytes that a cache exports for ``rows`` [..., dim] float32: uint8 [..., bytes].
 
-    Of int4 ``keys`` fifth bits follow.
+    Codes come first, then scales, and for int4 ``keys`` the fifth bits.
     """
     if kv_dtype == "int8":
         codes, scale = _int8(rows)
@@ -40,8 +40,10 @@ def exported(rows: np.ndarray, kv_dtype: str, keys: bool) -> np.ndarray:
 
 
 def rotated(rows: np.ndarray) -> np.ndarray:
-    """``rows`` [..., dim] times Hadamard's matrix, which is its own inverse: blocks of powers of two, the largest
-    first, with sums in the order of kernels/rotate.hpp, so to the same bits."""
+    """Return ``rows`` [..., dim] times Hadamard's matrix, which is its own inverse.
+
+    Blocks have powers of two, the largest first. Sums have the order of kernels/rotate.hpp, and so the same bits.
+    """
     blocks, first = [], 0
     while first < rows.shape[-1]:
         n = 1 << (rows.shape[-1] - first).bit_length() - 1
@@ -56,15 +58,15 @@ def rotated(rows: np.ndarray) -> np.ndarray:
 
 
 def _int8(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of -127 to 127 as float32, and one float32 scale per row."""
+    """Return codes of -127 to 127 as float32, and one float32 scale per row."""
     scale = (np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
     return np.rint(np.divide(rows, scale, out=np.zeros_like(rows), where=scale > 0)), scale
 
 
 def _int4_groups(rows: np.ndarray, keys: bool) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each group of dims of the rotated rows: codes of 0 to 15 as float32, scale and zero, which fit in bfloat16.
+    """Return for each group of dims of the rotated rows its codes, scale and zero.
 
-    Codes of ``keys`` go up to 31.
+    Codes are 0 to 15, of ``keys`` 0 to 31, as float32; scale and zero fit in bfloat16.
     """
     rows, top = rotated(rows), np.float32(31 if keys else 15)
     return [_int4_group(rows[..., i : i + GROUP_DIMS], top) for i in range(0, rows.shape[-1], GROUP_DIMS)]
@@ -85,14 +87,14 @@ def _bfloat_below(values: np.ndarray) -> np.ndarray:
 
 
 def _two_to_a_byte(codes: np.ndarray) -> np.ndarray:
-    """The lower dim in the low bits; an odd last one alone."""
+    """Pack two codes into a byte, the lower dim in the low bits; an odd last code has a byte alone."""
     even, odd = codes[..., ::2].copy(), codes[..., 1::2]
     even[..., : odd.shape[-1]] |= odd << 4
     return even
 
 
 def _fifth_bits(codes: np.ndarray) -> np.ndarray:
-    """Words of 32 dims, of which bit 8 j + i is that of dim 4 i + j; zeros after the last dim."""
+    """Return words of 32 dims: bit 8 j + i is that of dim 4 i + j, and zeros follow the last dim."""
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 32)]
     bits = np.pad(codes >> 4, padding).reshape(*codes.shape[:-1], -1, 8, 4)
     return np.packbits(np.swapaxes(bits, -1, -2), axis=-1, bitorder="little").reshape(*codes.shape[:-1], -1)

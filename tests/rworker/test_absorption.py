@@ -1,4 +1,4 @@
-"""K and V of latent layers, multiplied by R-workers: what a plain product beside absorbed queries gives."""
+"""K and V of latent layers, multiplied by R-workers, give what absorbed queries and a plain product give."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights(dtype: str, layer: int = 0) -> torch.Tensor:
 
 
 def make_worker(layers: list[Layer], dtype: str, **settings: Any) -> _rworker.RWorker:
-    """With all weights, some heads at a time."""
+    """Return an R-worker that has all weights, sent to it some heads at a time."""
     options = {"block_size": 16, "num_blocks": 200, "num_threads": 1} | settings
     worker = _rworker.RWorker(layers=layers, model_dtype=dtype, kv_dtype=dtype, **options)
     for number, layer in enumerate(layers):
@@ -43,7 +43,7 @@ def make_worker(layers: list[Layer], dtype: str, **settings: Any) -> _rworker.RW
 
 
 def step(worker: _rworker.RWorker, dtype: str, layer: Layer, spans: list, q: torch.Tensor, k: torch.Tensor) -> Any:
-    """o [rows of ATTEND spans, heads, dim] and partial results of the one layer."""
+    """Run a step, and return o [rows of ATTEND spans, heads, dim] and the partial results of the one layer."""
     worker.begin_step(table([]), [table(spans)])
     count = sum(rows for _, _, rows, mode in spans if mode == ATTEND)
     nodes = sum(
@@ -59,7 +59,7 @@ def step(worker: _rworker.RWorker, dtype: str, layer: Layer, spans: list, q: tor
 
 
 def absorbed(q: torch.Tensor) -> torch.Tensor:
-    """Queries over latents, rounded to their dtype."""
+    """Return queries over latents, rounded to their dtype."""
     heads = weights("float32")[:, :NOPE].to(q.dtype).float()
     nope = torch.einsum("thn,hnr->thr", q[..., :NOPE].float(), heads)
     return torch.cat((nope.to(q.dtype), q[..., NOPE:]), -1)
@@ -70,7 +70,7 @@ def expanded(o: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def test_equals_absorbed_queries_and_expanded_outputs() -> None:
-    """In every dtype and instruction set, with rows of several sequences."""
+    """Absorbed queries and expanded outputs are equalled in every dtype and instruction set, for several sequences."""
     spans = [(1, 0, 60, ATTEND), (2, 0, 1, ATTEND), (3, 0, 5, ATTEND)]
     for isa in _rworker.supported_isas():
         for dtype, tolerance in TOLERANCE.items():
@@ -83,7 +83,7 @@ def test_equals_absorbed_queries_and_expanded_outputs() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
-    """In the groups of rows of which a product is made, with any number of threads, by ``submit`` and by ``run``."""
+    """A row's bits depend neither on other rows, nor on threads, nor on ``submit`` or ``run``."""
     q, k = random(3, 127, HEADS, NOPE + ROPE, dtype=dtype), random(4, 127, 1, RANK + ROPE, dtype=dtype)
     alone = make_worker([ABSORBING], dtype)
     wanted = [step(alone, dtype, ABSORBING, [(i, 0, 1, ATTEND)], q[i : i + 1], k[i : i + 1])[0] for i in range(127)]
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
 
 
 def test_partial_results_of_ranges_are_expanded_one_by_one() -> None:
-    """V times a sum is the sum of V times its parts: what is over latents, times V."""
+    """V times a sum equals the sum of V times its parts, so each partial result over latents is expanded alone."""
     k, q = random(5, 1025, 1, RANK + ROPE), random(6, 2, HEADS, NOPE + ROPE)
     parts = {}
     for layer, queries in ((ABSORBING, q), (LATENT, absorbed(q))):
@@ -119,7 +119,7 @@ def test_partial_results_of_ranges_are_expanded_one_by_one() -> None:
 
 
 def test_what_is_refused() -> None:
-    """A step before all heads have come, weights of other layers, heads, shapes and dtypes, and those of no latents."""
+    """A step before all heads have come is refused, and weights for other layers, heads, shapes and dtypes."""
     worker = _rworker.RWorker(
         layers=[LATENT, ABSORBING],
         model_dtype="float32",
@@ -132,7 +132,8 @@ def test_what_is_refused() -> None:
     worker.set_weights(1, 0, rows[:6])
     with pytest.raises(ValueError, match="layer 1 did not come yet"):
         worker.begin_step(table([]), [table([(1, 0, 1, ATTEND)])])
-    worker.begin_step(table([]), [table([])])  # nor do controls alone need them: an S-worker may go before it sends any
+    # Controls need no weights, so an S-worker may leave before it has sent any.
+    worker.begin_step(table([]), [table([])])
     worker.end_step()
     for layer, first, given, message in (
         (0, 0, rows, "layer 0 multiplies no K and V"),

@@ -18,7 +18,7 @@ ISAS = _rworker.supported_isas()
 DTYPES = ["float32", "float16", "bfloat16"]
 QUANTISED = ["int8", "int4"]
 PAIRS = [*((dtype, dtype) for dtype in DTYPES), *(("float32", dtype) for dtype in QUANTISED)]
-"""Model and KV dtypes that every shape and rule is tested with."""
+"""Pairs of model and KV dtypes that every shape and rule is tested with."""
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 300, 511, 512, 513, 1500]
 SHAPES = {
     "mha64": Layer(2, 2, 64, 64),
@@ -51,7 +51,7 @@ def check(layer: Layer, lengths: list[int], q_lens: list[int], **options: Any) -
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_and_length(shape: str, dtype: str, kv_dtype: str, isa: str) -> None:
-    """Of wide shapes, on which the oracle takes long, one length in three; other shapes have the other lengths."""
+    """Wide shapes have one length in three, since the oracle takes long for them; other shapes have all lengths."""
     layer, number = SHAPES[shape], list(SHAPES).index(shape)
     is_wide = layer.num_heads * layer.key_head_dim > 500 and not SEES_ALL
     lengths = LENGTHS[number % 3 :: 3] if is_wide else LENGTHS
@@ -60,7 +60,7 @@ def test_every_shape_and_length(shape: str, dtype: str, kv_dtype: str, isa: str)
 
 WINDOWS = [0, 1, 16, 100, 600]
 RULES = list(itertools.product([0.0, 2.0], [(), (0.5, -1.0, 3.0, -20.0)]))
-"""Soft caps and sinks."""
+"""Pairs of soft caps and sinks."""
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ RULES = list(itertools.product([0.0, 2.0], [(), (0.5, -1.0, 3.0, -20.0)]))
     ],
 )
 def test_scoring_rules(window: int, rules: tuple[float, tuple[float, ...]], pair: tuple[str, str], isa: str) -> None:
-    """Each two of window, rules and dtypes together; ``make test-all``: each three."""
+    """Each pair of window, rules and dtypes occurs together; in ``make test-all`` each triple does."""
     layer, (dtype, kv_dtype) = Layer(4, 2, 64, 64, 0.25, window, *rules), pair
     lengths = [0, 5, 99, 530, 1100]
     check(layer, lengths, [3, 1, 20, 2, 1], model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
@@ -86,7 +86,7 @@ def test_scoring_rules(window: int, rules: tuple[float, tuple[float, ...]], pair
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS)
 @pytest.mark.parametrize(("window", "soft_cap", "sinks"), [(0, 0.0, ()), (100, 2.0, (0.5, -1.0, 3.0, -20.0, 0.0, 1.0))])
 def test_alibi(window: int, soft_cap: float, sinks: tuple[float, ...], dtype: str, kv_dtype: str, isa: str) -> None:
-    """Steep and shallow slopes, none, and one that favours the oldest tokens."""
+    """The slopes are steep, shallow, zero, and one that favours the oldest tokens."""
     layer = Layer(6, 2, 64, 64, 0.25, window, soft_cap, sinks, (1.0, 0.1, 0.01, 0.001, 0.0, -0.003))
     check(layer, [0, 5, 99, 530, 1100], [3, 1, 40, 2, 1], model_dtype=dtype, kv_dtype=kv_dtype, isa=isa)
 

@@ -1,4 +1,4 @@
-"""The same bits for a sequence whatever else happens: crowd, threads, block size, chunking."""
+"""A sequence's bits depend on no other sequence, on no number of threads, block size or chunking."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LAYERS = {
     "alibi": Layer(6, 2, 32, 32, 0.2, alibi_slopes=(0.5, 0.1, 0.02, 0.004, 0.3, 0.0)),
 }
 DTYPES = [(dtype, dtype) for dtype in ("float32", "float16", "bfloat16")] + [("bfloat16", "int8"), ("float32", "int4")]
-"""Of model and cache."""
+"""Pairs of model and cache dtypes."""
 VERIFIED = range(2, 10)
-"""Rows of a verification: a sequence's last token and its draft tokens."""
+"""Numbers of rows of a verification: a sequence's last token and its draft tokens."""
 PROMPTS = [1, 17, 64, 130, 511, 512, 700, 1100]
 
 
 def outputs_of(layer: Layer, chosen: list[int], **options: Any) -> dict[int, np.ndarray]:
-    """Outputs of three decode steps after prompts of PROMPTS[i] tokens, for the chosen sequences together."""
+    """Return outputs of three decode steps after prompts of PROMPTS[i] tokens, for all chosen sequences together."""
     harness = Harness(layer, options)
     rng = {i: np.random.default_rng(i) for i in chosen}
     prompts = {i: random_rows(rng[i], layer, PROMPTS[i]) for i in chosen}
@@ -77,7 +77,7 @@ def test_chunked_equals_row_by_row(context: int, name: str, dtype: str, kv_dtype
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_verified_rows_equal_rows_alone(name: str, dtype: str, kv_dtype: str, isa: str) -> None:
-    """Spans of 2 to 9 rows, over borders of chunks and splits, beside each other or forked from one prefix."""
+    """Spans of 2 to 9 rows over borders of chunks and splits, beside each other or forked, equal rows alone."""
     layer, options = LAYERS[name], {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
     for context in (60, 506, 1022):
         rng = np.random.default_rng(context)
@@ -96,7 +96,7 @@ def test_verified_rows_equal_rows_alone(name: str, dtype: str, kv_dtype: str, is
 
 
 def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
-    """``count`` of the rows, from row ``begin`` on."""
+    """Return ``count`` of the rows, from row ``begin`` on."""
     part = slice(begin, begin + count)
     return Rows(rows.q[part], rows.k[part], rows.v[part])
 
@@ -104,8 +104,10 @@ def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("kv_dtype", "group"), [("int8", 4), ("int8", 8), ("int8", 20), ("int4", 1), ("int4", 20)])
 def test_rows_have_the_same_bits_whichever_neighbours_have_peaked_queries(kv_dtype: str, group: int, isa: str) -> None:
-    """Bytes are enough for some queries over codes and not for others: each query tells it by itself, and sees its own
-    window."""
+    """Each query over codes decides by itself whether bytes are enough.
+
+    Neighbours with peaked queries and other windows change no bit of its row.
+    """
     layer, options = Layer(group, 1, 64, 64, window=500), {"kv_dtype": kv_dtype, "isa": isa}
     rng = np.random.default_rng(8)
     prompt, rows = random_rows(rng, layer, 530), random_rows(rng, layer, 9)

@@ -14,12 +14,12 @@ NUM_BLOCKS = 40
 
 
 class Model:
-    """What the cache should hold: a list of token values per sequence, and the blocks they cost."""
+    """The expected contents of a cache: a list of token values per sequence, and the blocks they cost."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.tokens: dict[int, list[float]] = {}
-        self.shared: dict[int, list[object]] = {}  # one identity per full block, a fresh one per partial block
+        self.shared: dict[int, list[object]] = {}  # A full block has one identity, and a partial block a fresh one.
 
     def copy(self) -> Model:
         model = Model(self.block_size)
@@ -51,7 +51,7 @@ class Model:
 
 
 def random_controls(rng: np.random.Generator, model: Model, new_id: int) -> list[tuple[int, int, int, int]]:
-    """Up to three controls that are possible one after another; applies them to the model."""
+    """Draw up to three controls that are possible one after another, and apply them to the model."""
     controls = []
     for offset in range(int(rng.integers(0, 4))):
         ids = list(model.tokens)
@@ -68,7 +68,7 @@ def random_controls(rng: np.random.Generator, model: Model, new_id: int) -> list
 def run_step(
     worker: _rworker.RWorker, controls: list, appended: dict[int, list[float]], model: Model, commit: bool
 ) -> None:
-    """One step of both; the worker's rows carry the value in every element of k and v."""
+    """Run one step of both; the worker's rows carry the value in every element of k and v."""
     spans = [(i, len(model.tokens.get(i, [])), len(values), 0) for i, values in appended.items()]
     values = np.array([value for values in appended.values() for value in values], np.float32)
     rows = np.broadcast_to(values[:, None, None], (len(values), 1, 8)).copy()
@@ -114,7 +114,7 @@ def test_random_operations(seed: int) -> None:
             model = wanted if commit else after_controls
         except ValueError as error:
             assert "bug in the scheduler" in str(error)
-            assert wanted.blocks_used > NUM_BLOCKS or controls  # controls may need a block before they free others
+            assert wanted.blocks_used > NUM_BLOCKS or controls  # Controls may need a block before they free others.
             if rng.random() < 0.8 and model.tokens:
                 run_step(worker, [(RELEASE, next(iter(model.tokens)), 0, 0)], {10**6: [1.0]}, model, False)
                 model.apply(RELEASE, next(iter(model.tokens)), 0, 0)

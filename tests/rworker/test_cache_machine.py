@@ -1,4 +1,4 @@
-"""Two caches of unlike block sizes and instruction sets, of any KV dtype, under random operations, and plain lists."""
+"""Two caches of unlike block sizes and instruction sets against plain lists, under random operations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BLOCK_SIZES = (16, 64)
 
 
 def rows_of(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values, float32 [num_tokens, 1, 8]: elements unlike each other, and exact in bfloat16."""
+    """Return keys and values, float32 [num_tokens, 1, 8], whose elements differ and are exact in bfloat16."""
     numbers, dims = np.array(tokens, np.int64).reshape(-1, 1, 1), np.arange(8)
     keys, values = ((numbers + dims * stride) % 256 - 100 for stride in (37, 101))
     return keys.astype(np.float32), values.astype(np.float32)
 
 
 class Caches(RuleBasedStateMachine):
-    """``tokens[w][id]`` is what worker w should hold of a sequence: a number per token, of which its rows are made."""
+    """Two caches and their model: ``tokens[w][id]`` are the numbers that make worker w's rows of a sequence."""
 
     sequences = Bundle("sequences")
 
@@ -57,7 +57,7 @@ class Caches(RuleBasedStateMachine):
         return -(-num_tokens // BLOCK_SIZES[worker])
 
     def control(self, worker: int, verb: int, sequence_id: int, source_id: int, num_tokens: int) -> bool:
-        """False where the cache had no block for the copy of a partial one."""
+        """Apply a control. Return False where the cache had no block for the copy of a partial one."""
         try:
             self.workers[worker].begin_step(table([(verb, sequence_id, source_id, num_tokens)]), [])
         except ValueError as error:
@@ -77,7 +77,7 @@ class Caches(RuleBasedStateMachine):
 
     @rule(place=sequences, count=st.integers(1, 100))
     def write_and_abandon(self, place: tuple[int, int], count: int) -> None:
-        """Rows of a step that is not committed leave nothing behind."""
+        """Write rows in a step that is not committed; nothing of them may stay."""
         self.append(place, count, commit=False)
 
     def append(self, place: tuple[int, int], count: int, commit: bool = True) -> bool:
@@ -127,7 +127,7 @@ class Caches(RuleBasedStateMachine):
 
     @rule(target=sequences, place=sequences, worker=st.integers(0, 1))
     def move(self, place: tuple[int, int], worker: int) -> object:
-        """Export and import, into the same cache or the other one."""
+        """Export a sequence, and import it into the same cache or the other one."""
         tokens = self.tokens[place[0]][place[1]]
         data, sequence_id = self.workers[place[0]].export(place[1]), self.new_id()
         fits = self.blocks(worker, len(tokens)) <= self.workers[worker].blocks_free

@@ -1,4 +1,4 @@
-"""The emulated AVX-512 kernels against the real ones, where this CPU has them: `make emulated`."""
+"""The emulated AVX-512 kernels against the real ones, where this CPU has AVX-512: `make emulated`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AVX512 = [isa for isa in _rworker.supported_isas() if isa.startswith("avx512")]
 
 
 def digests(isa: str) -> dict[str, str]:
-    """Of what a worker computes and stores, per layer and KV dtype: prompts, single rows, all rows, exported bytes."""
+    """Return digests of what a worker computes and stores, per layer and KV dtype."""
     return {
         f"{name} {kv_dtype}": digest(layer, {"kv_dtype": kv_dtype, "isa": isa, "model_dtype": model_dtype})
         for name, layer in LAYERS.items()
@@ -39,11 +39,11 @@ def digests(isa: str) -> dict[str, str]:
 
 
 def digest(layer: Layer, options: dict) -> str:
-    """One number for everything that a worker says in two steps, and for the bytes it exports after them."""
+    """Return one number for all answers of two steps, and for the bytes exported after them."""
     found = hashlib.sha256()
     rng, harness = np.random.default_rng(11), Harness(layer, options)
     prompts = {i: random_rows(rng, layer, length) for i, length in enumerate(LENGTHS)}
-    prompts[0].k *= np.float32(1e-38)  # products are subnormal
+    prompts[0].k *= np.float32(1e-38)  # The products are subnormal.
     prompts[1].v *= np.float32(1e4)
     harness.step(prompts, append_only=tuple(prompts))
     for num_rows in (1, 5):

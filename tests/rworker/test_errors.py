@@ -1,4 +1,4 @@
-"""Every mistake at the border is an exception that names the argument, and leaves the cache as it was."""
+"""Every wrong argument raises an exception that names the argument, and leaves the cache unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = Layer(4, 2, 16, 8)
 
 @pytest.fixture
 def worker() -> _rworker.RWorker:
-    """Sequence 1 holds 20 tokens, of 8 blocks of 16."""
+    """Return an R-worker whose sequence 1 holds 20 tokens, with 8 blocks of 16."""
     worker = make_worker(LAYER, num_blocks=8)
     worker.begin_step(table([]), [table([(1, 0, 20, 1)])])
     submit(worker, 20)
@@ -201,7 +201,7 @@ LATENT = Latent(4, 1, 64, 64, 0.1)
 
 
 def changed(layer: Any, **fields: Any) -> SimpleNamespace:
-    """What ``layer`` says of itself, with other ``fields``; those that are ... are left out."""
+    """Return ``layer``'s fields with some changed; a field that is ... is left out."""
     own = {"kind": layer.kind, **msgspec.structs.asdict(layer), **fields}
     return SimpleNamespace(**{name: value for name, value in own.items() if value is not ...})
 
@@ -222,7 +222,7 @@ BAD_LAYERS = [
 
 @pytest.mark.parametrize(("layer", "message"), BAD_LAYERS)
 def test_a_layer_that_is_none_says_which_field_and_why(layer: Any, message: str) -> None:
-    """One sentence names all that it lacks."""
+    """One sentence names all fields that are missing."""
     with pytest.raises(ValueError, match=message):
         make_worker(LAYER, layers=[LAYER, layer])
 

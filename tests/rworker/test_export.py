@@ -1,4 +1,4 @@
-"""Sequences as bytes: out of one cache and into another, bit for bit, and nothing half done."""
+"""Exported sequences are imported into another cache bit for bit, and nothing is left half done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two_layers(kv_dtype: str, **options: Any) -> _rworker.RWorker:
 def feed(
     worker: _rworker.RWorker, kv_dtype: str, span: tuple[int, int, int, int], seed: int, spoil: bool = False
 ) -> Any:
-    """One step of one sequence; returns o of both layers, and k and v as they travelled. ``spoil``: all NaN."""
+    """Run one step of one sequence; return o of both layers, and k and v as sent. ``spoil`` makes all NaN."""
     outputs, payload = [], []
     worker.begin_step(table([]), [table([span])])
     for index, layer in enumerate(LAYERS):
@@ -58,7 +58,7 @@ def state(worker: _rworker.RWorker) -> Any:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
-    """For each layer, for each token, K then V, as the oracle stores them."""
+    """The bytes are K then V, for each token of each layer, as the oracle stores them."""
     worker = two_layers(kv_dtype)
     _, payload = feed(worker, kv_dtype, (1, 0, LENGTH, 0), 0)
     rows = [[from_bits(part, MODEL_DTYPE[kv_dtype]) for part in layer] for layer in payload]
@@ -85,7 +85,7 @@ def test_bytes_are_token_major_stored_bits(kv_dtype: str) -> None:
 def test_round_trip_between_block_sizes_and_isas(
     kv_dtype: str, source: str, target: str, sizes: tuple[int, int]
 ) -> None:
-    """The import exports as the same bytes, also where its blocks held NaN before, and where it is then appended to."""
+    """An import exports the same bytes, also where its blocks held NaN before, and where tokens are then appended."""
     first = two_layers(kv_dtype, isa=source, block_size=sizes[0])
     feed(first, kv_dtype, (1, 0, LENGTH, 0), 0)
     second = two_layers(kv_dtype, isa=target, block_size=sizes[1])
@@ -104,7 +104,10 @@ def test_round_trip_between_block_sizes_and_isas(
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_pieces_are_one_sequence_bit_by_bit(kv_dtype: str) -> None:
-    """Taken while it grows, in whole blocks of either size, into blocks that held NaN; then both are appended to."""
+    """Pieces that are taken while a sequence grows, in whole blocks of either size, make the same sequence.
+
+    Their blocks held NaN before, and tokens are appended to both sequences afterwards.
+    """
     first, second = two_layers(kv_dtype), two_layers(kv_dtype, block_size=32)
     feed(second, kv_dtype, (7, 0, 3 * LENGTH, 0), 9, spoil=True)
     controls(second, (RELEASE, 7, 0, 0))
@@ -121,7 +124,7 @@ def test_pieces_are_one_sequence_bit_by_bit(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_attention_after_import_has_the_same_bits(kv_dtype: str) -> None:
-    """The importing worker has another block size; the original attends afterwards as before."""
+    """The importing R-worker has another block size, and the exporting one attends afterwards as before."""
     first, second = two_layers(kv_dtype), two_layers(kv_dtype, block_size=128, num_blocks=4)
     feed(first, kv_dtype, (1, 0, 200, 0), 0)
     second.import_(1, 200, first.export(1))
@@ -163,7 +166,7 @@ def test_an_empty_sequence_travels_too() -> None:
     ],
 )
 def test_import_errors_change_nothing(arguments: Callable[[np.ndarray], tuple], message: str) -> None:
-    """Each names what is wrong and what would be right; the worker goes on."""
+    """Each error names what is wrong and what would be right, and the R-worker goes on."""
     worker = two_layers("float32", num_blocks=8)
     feed(worker, "float32", (1, 0, 20, 0), 0)
     data, before = worker.export(1), state(worker)
@@ -201,7 +204,7 @@ def test_unknown_sequence_and_open_step_are_refused() -> None:
 
 
 def test_statistics_count_what_happened() -> None:
-    """40 tokens, a fork of 35 (two blocks shared), then a step of one row each."""
+    """The statistics count 40 tokens, a fork of 35 (two blocks shared), and a step of one row each."""
     worker = two_layers("float32", num_blocks=10)
     assert worker.statistics() == {
         "blocks_used": 0, "blocks_free": 10, "blocks_shared": 0, "sequences": 0, "incoming": 0, "tokens": 0,
@@ -224,7 +227,7 @@ def test_statistics_count_what_happened() -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_whole_blocks_are_what_tokens_are(kv_dtype: str) -> None:
-    """In two pieces into blocks that held NaN, in another order; then both are appended to."""
+    """Whole blocks make the same sequence as tokens, in two pieces, in another order, into blocks that held NaN."""
     first, second = two_layers(kv_dtype), two_layers(kv_dtype)
     for sequence_id, worker in ((7, second), (8, first)):
         feed(worker, kv_dtype, (sequence_id, 0, 3 * 96, 0), 9, spoil=True)
@@ -249,7 +252,7 @@ def test_whole_blocks_are_what_tokens_are(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_blocks_are_read_from_a_file_into_their_places(num_threads: int, tmp_path: Path) -> None:
-    """As those that are imported; each piece with the checksum of its bytes, wherever it lies."""
+    """Blocks read from a file equal imported ones, and each piece has the checksum of its bytes wherever it lies."""
     first, second = (two_layers("float32", num_blocks=16, num_threads=num_threads) for _ in range(2))
     feed(first, "float32", (1, 0, 96, 0), 0)
     feed(second, "float32", (9, 0, 16, 0), 1)

@@ -1,4 +1,4 @@
-"""A NaN stays in the sequence that brought it, also after its blocks have a new owner."""
+"""A NaN stays in the sequence that brought it, also after its blocks have gone to another sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .oracle import from_bits, to_bits
 ISAS = _rworker.supported_isas()
 LAYER = Layer(8, 2, 40, 40, 0.2)
 DTYPES = [*((dtype, dtype) for dtype in ("float32", "float16", "bfloat16")), ("float32", "int8"), ("float32", "int4")]
-"""Of model and cache."""
+"""Pairs of model and cache dtypes."""
 
 
 def poison(num_rows: int) -> Rows:
@@ -76,7 +76,7 @@ def test_a_later_token_does_not_reach_earlier_rows(dtype: str, kv_dtype: str, is
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("dim", [40, 72])
 def test_a_layer_of_another_shape_leaves_nothing_behind(dim: int, dtype: str, kv_dtype: str, isa: str) -> None:
-    """In what threads keep from one layer to the next."""
+    """Threads keep buffers from one layer to the next, but no NaN reaches a layer of another shape."""
     bad, good = Layer(16, 1, 512, 512, 0.05), Layer(4, 2, dim, dim, 0.2)
     options = {"model_dtype": dtype, "kv_dtype": kv_dtype, "isa": isa}
     rows = random_rows(np.random.default_rng(5), good, 37)

@@ -1,4 +1,4 @@
-"""Index layers, and those whose queries see what these pick: the tokens of torch's own top-k, and o of the oracle."""
+"""Index layers, and layers whose queries attend the picked tokens, agree with torch's top-k and the oracle."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "int8": 2e-2, "
 
 
 def make_worker(layers: tuple[Layer, ...], dtype: str, **settings: Any) -> _rworker.RWorker:
-    """An R-worker of such layers, whose cache is in the model's dtype unless told otherwise."""
+    """Return an R-worker of ``layers``, whose cache is in the model's dtype by default."""
     return _rworker.RWorker(layers=list(layers), **{"model_dtype": dtype, "kv_dtype": dtype} | settings)
 
 
 @dataclass
 class Side:
-    """An R-worker and all rows it was given, by sequence and layer; ``step`` checks its answers by the oracle.
+    """An R-worker and all rows it was given, by sequence and layer.
 
-    Of a cache that holds codes the oracle gets the rows as it gives them back.
+    ``step`` checks the R-worker's answers by the oracle, which gets rows as a cache of codes returns them.
     """
 
     layers: tuple[Layer, ...]
@@ -82,7 +82,7 @@ class Side:
         return q
 
     def step(self, spans: list[tuple[int, int, int, int]], controls: Any = ()) -> list[np.ndarray]:
-        """Random rows for the spans (sequence, context, rows, mode); o of each layer, which is right."""
+        """Run a step of random rows for the spans (sequence, context, rows, mode); return checked o of each layer."""
         self.worker.begin_step(table(list(controls)), [table(spans)])
         attending = [(each[0], each[1], each[2]) for each in spans if each[3] == ATTEND]
         answers, asked = [], []
@@ -136,7 +136,7 @@ class Side:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_see_what_the_index_picks(kind: str, isa: str, kv_dtype: str) -> None:
-    """Prompts in chunks, decodes, forks and cuts within tiles, tiles open and full, splits beyond the first."""
+    """Prompts in chunks, decodes, forks and cuts within tiles agree, with open and full tiles and several splits."""
     dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "bfloat16"
     side = Side(KINDS[kind], dtype, {"isa": isa, "num_threads": 2, "kv_dtype": kv_dtype})
     side.step([(1, 0, 70, ATTEND), (2, 0, 1, ATTEND), (3, 0, 40, APPEND)])
@@ -159,7 +159,7 @@ def test_bits_do_not_depend_on_company_threads_or_steps() -> None:
 
 
 def test_equal_scores_go_to_the_earlier_and_nan_harms_nobody() -> None:
-    """Whatever a peer sends: the count of what is picked stays, and so does the worker."""
+    """The earlier of equal scores is picked, and a head's weight of NaN or -inf leaves all outputs finite."""
     index, layer = tokens(1, 16, 4), Latent(1, 1, 16, 16, 1.0, picked_by=0)
     worker = make_worker((index, layer), "float32", block_size=16, num_blocks=8, num_threads=1)
     k = np.zeros((10, 1, 16), np.float32)
@@ -181,7 +181,7 @@ def test_equal_scores_go_to_the_earlier_and_nan_harms_nobody() -> None:
 
 def test_an_abandoned_step_leaves_nothing_and_a_move_keeps_all() -> None:
     for layers, kv_dtype in zip(KINDS.values(), ("int4", "float32", "int8"), strict=True):
-        dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "bfloat16"  # whose queries no instruction set rounds
+        dtype = kv_dtype if kv_dtype in TORCH_DTYPE else "bfloat16"  # No instruction set rounds queries of this dtype.
         side, other = (Side(layers, dtype, {"block_size": size, "kv_dtype": kv_dtype}) for size in (16, 32))
         side.step([(1, 0, 77, ATTEND)])
         side.worker.begin_step(table([]), [table([(1, 77, 5, ATTEND)])])
@@ -202,7 +202,7 @@ def test_an_abandoned_step_leaves_nothing_and_a_move_keeps_all() -> None:
 
 
 def test_what_is_read_is_counted() -> None:
-    """Rows of a latent layer that were picked, and all keys of its index."""
+    """The bytes read are those of the picked latent rows and of all the index's keys."""
     side = Side(KINDS["tokens"][:2])
     side.step([(1, 0, 400, APPEND)])
     before = side.worker.statistics()["bytes_read"]

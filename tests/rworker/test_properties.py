@@ -1,4 +1,4 @@
-"""Random shapes over random block tables: whatever grew, shrank and was shared before, attention meets the oracle."""
+"""Random shapes over random block tables: attention agrees with the oracle whatever grew, shrank or was shared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_DTYPES = ["float32", "float16", "bfloat16"]
 
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
-    """Any heads, groups and head sizes, with or without each scoring rule."""
+    """Draw a layer of any heads, groups and head sizes, with or without each scoring rule."""
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     key_head_dim = draw(st.integers(1, 32)) * 8 if draw(st.booleans()) else draw(st.integers(1, 80))
     value_head_dim = key_head_dim if draw(st.booleans()) else draw(st.integers(1, 96))
@@ -66,7 +66,7 @@ def test_random_shapes_and_tables(layer: Layer, data: st.DataObject) -> None:
 def grow(
     harness: Harness, data: st.DataObject, rng: np.random.Generator, num_rows: dict[int, int], controls: list = ()
 ) -> None:
-    """Some sequences grow; each that attends must agree with the oracle."""
+    """Let some sequences grow, and check that each that attends agrees with the oracle."""
     rows = {i: random_rows(rng, harness.layer, count) for i, count in num_rows.items()}
     append_only = tuple(i for i in rows if data.draw(st.booleans(), label="append only"))
     for i, output in harness.step(rows, append_only, controls).items():

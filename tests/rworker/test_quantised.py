@@ -1,4 +1,4 @@
-"""int8 and int4 caches: what they store, how far their attention is from the exact one, what they take."""
+"""int8 and int4 caches: what they store, how far their attention is from exact, and the bytes they take."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .rounding import BYTES
 ISAS = _rworker.supported_isas()
 SLOPES = (0.5, 0.1, 0.02, 0.3, 0.0)
 ERROR = {"int8": (1.25e-2, 3e-2), "int4": (0.14, 0.25)}
-"""Median and largest norm-wise error of a sequence and head against the unquantised cache, Gaussian data. Weights of
-bytes share a scale with up to 127 others."""
+"""The median and largest norm-wise error of a sequence and head against the unquantised cache, for Gaussian data.
+Where weights are bytes they share a scale with up to 127 others.
+"""
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -32,7 +33,7 @@ def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa
     rows = random_rows(rng, layer, 150)
     magnitude = np.exp(rng.uniform(-30, 30, (2, 150, 2, 1))).astype(np.float32)
     rows.k *= magnitude[0]
-    rows.v = rows.v * magnitude[1] + magnitude[0]  # groups far from zero
+    rows.v = rows.v * magnitude[1] + magnitude[0]  # Groups lie far from zero.
     rows.k[3], rows.v[4], rows.k[5], rows.v[6] = 0, 0, 1.75, -0.3
     harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
     harness.step({0: Rows(rows.q[:9], rows.k[:9], rows.v[:9])}, append_only=(0,))
@@ -44,7 +45,7 @@ def test_what_is_stored_is_the_oracles(dims: tuple[int, int], kv_dtype: str, isa
 
 @pytest.mark.parametrize("blocks", [(1,), (64,), (32, 8), (64, 16, 4, 2, 1)])
 def test_the_rotation_is_hadamards_matrix(blocks: tuple[int, ...]) -> None:
-    """Of ``blocks`` along the diagonal; its own inverse."""
+    """The rotation is Hadamard's matrix of ``blocks`` along the diagonal, and is its own inverse."""
     want, first = np.zeros((sum(blocks), sum(blocks))), 0
     for n in blocks:
         matrix = np.ones((1, 1))
@@ -59,7 +60,7 @@ def test_the_rotation_is_hadamards_matrix(blocks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_one_large_channel_leaves_codes_to_the_others(isa: str) -> None:
-    """int4: as keys of models have them; without a rotation the others would have two codes or three."""
+    """int4 keys of models have one large channel; without a rotation the others would have two or three codes."""
     layer = Layer(2, 2, 64, 64)
     rows = random_rows(np.random.default_rng(4), layer, 100)
     rows.k[..., 9] += 30
@@ -108,7 +109,7 @@ def test_distance_to_the_unquantised_cache(layer: Layer, kv_dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
 @pytest.mark.parametrize("sharpness", [0.3, 3.0, 20.0])
 def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, isa: str) -> None:
-    """A first token that takes most of the weight, channels far larger than the rest, and values far from zero."""
+    """Errors are bounded if a first token takes most weight, channels are large, or values lie far from zero."""
     layer = Layer(4, 2, 128, 128, sharpness / 128)
     rng = np.random.default_rng(4)
     rows, new = random_rows(rng, layer, 900), random_rows(rng, layer, 3)
@@ -120,7 +121,7 @@ def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, i
     harness = Harness(layer, {"kv_dtype": kv_dtype, "isa": isa})
     harness.step({0: rows}, append_only=(0,))
     error = relative_error(harness.step({0: new})[0], harness.expected(0, new.q))
-    by_bytes = kv_dtype == "int4" and isa in BYTES["int4"]  # rotated queries have no large channel
+    by_bytes = kv_dtype == "int4" and isa in BYTES["int4"]  # Rotated queries have no large channel.
     assert error <= (0.4 * off_by_storing(harness, layer, rows, new, np.s_[:]) if by_bytes else 3e-3)
 
 
@@ -130,7 +131,7 @@ def test_flat_and_peaked_scores_with_outliers(sharpness: float, kv_dtype: str, i
     "layer", [Layer(8, 2, 128, 128), Layer(8, 1, 64, 72), Layer(5, 1, 40, 24), Layer(5, 1, 40, 24, alibi_slopes=SLOPES)]
 )
 def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sharpness: float, isa: str) -> None:
-    """Some multiply them by bytes and lose less than storing does; queries with one channel far above all do not."""
+    """Some queries of a group multiply codes as bytes with little loss; queries with one large channel do not."""
     layer = replace(layer, scale=sharpness / np.sqrt(layer.key_head_dim))
     rng = np.random.default_rng(7)
     rows, new = random_rows(rng, layer, 600), random_rows(rng, layer, 9)
@@ -152,7 +153,7 @@ def test_groups_with_peaked_queries_among_others(layer: Layer, kv_dtype: str, sh
 
 
 def off_by_storing(harness: Harness, layer: Layer, rows: Rows, new: Rows, which: Any) -> float:
-    """What storing loses of the outputs of ``which`` rows and heads of ``new``, which follow ``rows``."""
+    """Return the error that storing alone causes in ``which`` outputs of ``new`` rows, after ``rows``."""
     k, v = (np.concatenate(both) for both in ((rows.k, new.k), (rows.v, new.v)))
     unquantised = attention(new.q, k, v, scale=layer.scale, alibi_slopes=layer.alibi_slopes)
     return relative_error(harness.expected(0, new.q)[which], unquantised[which])

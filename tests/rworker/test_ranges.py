@@ -1,4 +1,4 @@
-"""A sequence cut into ranges: the bits of one that is whole, and the tree in which splits are merged."""
+"""A sequence in ranges has the bits of a whole one, and splits are merged in one tree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE, TAIL = 1, 2
 
 
 class Both:
-    """One R-worker that holds a sequence as a whole, and as closed ranges and a tail."""
+    """One R-worker that holds a sequence as a whole, and also as closed ranges and a tail."""
 
     def __init__(self, layer: Layer, **options: Any) -> None:
         self.layer = layer
@@ -41,7 +41,7 @@ class Both:
         self.length = 0
 
     def step(self, spans: list[tuple[int, int, int, int]], rows: list[Rows], controls: Any = ()) -> tuple:
-        """One step: o and partial results of the spans, which bring ``rows``."""
+        """Run one step of the spans with ``rows``; return o and partial results."""
         spec, modes = self.layer, [span[3] for span in spans]
         q = np.concatenate([each.q for each, mode in zip(rows, modes, strict=True) if mode] or [rows[0].q[:0]])
         stored = [each for each, mode in zip(rows, modes, strict=True) if mode != READ] or [cut(rows[0], 0, 0)]
@@ -56,7 +56,7 @@ class Both:
         return o, partials
 
     def fill(self, ends: list[int], rows: Rows) -> None:
-        """The tokens of ``rows``, as a whole and in ranges that end at ``ends``; ids of closed ones are 100, 101, …"""
+        """Store ``rows`` as a whole and in ranges that end at ``ends``; closed ranges have the ids 100, 101, …"""
         begin = 0
         for i, end in enumerate([*ends, len(rows.k)]):
             part, last = cut(rows, begin, end), i == len(ends)
@@ -71,7 +71,7 @@ class Both:
         self.ends, self.length = ends, len(rows.k)
 
     def attend(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """The next tokens, of the whole sequence and of the ranges: o of both, in the model's dtype."""
+        """Attend the next tokens of the whole sequence and of the ranges; return both o, in the model's dtype."""
         count, starts = len(rows.q), [0, *self.ends]
         spans = [(100 + i, self.length - start, count, READ) for i, start in enumerate(starts[:-1])]
         spans += [(WHOLE, self.length, count, ATTEND), (TAIL, self.length - starts[-1], count, PARTIAL)]
@@ -98,7 +98,7 @@ def cut(rows: Rows, begin: int, end: int) -> Rows:
 
 
 def widths_of(num_splits: int) -> list[int]:
-    """What a binary counter leaves of so many splits."""
+    """Return the widths of subtrees that a binary counter leaves of so many splits."""
     return [1 << bit for bit in reversed(range(20)) if num_splits >> bit & 1]
 
 
@@ -111,7 +111,7 @@ def nodes(context_len: int, num_rows: int, mode: int) -> int:
 @pytest.mark.parametrize(("model_dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_ranges_give_the_bits_of_a_whole_sequence(name: str, model_dtype: str, kv_dtype: str, isa: str) -> None:
-    """Three ranges of 1024 tokens and a tail that passes a split, with one and with several rows."""
+    """Three ranges of 1,024 tokens and a tail longer than a split give the same bits, for one and several rows."""
     layer, rng = LAYERS[name], np.random.default_rng(1)
     both = Both(layer, model_dtype=model_dtype, kv_dtype=kv_dtype, isa=isa, num_threads=2)
     both.fill([1024, 2048, 3072], random_rows(rng, layer, 3072 + 505))
@@ -130,7 +130,7 @@ def test_ranges_give_the_bits_of_a_whole_sequence(name: str, model_dtype: str, k
     st.integers(1, 3),
 )
 def test_ranges_of_any_size(log2: int, closed: int, tail: int, count: int, name: str, threads: int) -> None:
-    """Also a tail that is just full, one that begins, and rows beyond a window's end."""
+    """The tail may just be full or just begin, and rows may lie beyond a window's end."""
     size = SPLIT << log2
     closed, tail = min(closed, 9000 // size), min(tail, size - count)
     layer, rng = LAYERS[name], np.random.default_rng(log2)
@@ -142,7 +142,7 @@ def test_ranges_of_any_size(log2: int, closed: int, tail: int, count: int, name:
 
 
 def joined(splits: list[np.ndarray]) -> np.ndarray:
-    """The slow oracle of the tree where all maxima are 0, so that folding is adding: [1 + value_head_dim] float32."""
+    """Merge partial results with maxima of 0 by adding them; return [1 + value_head_dim] float32."""
     stack: list[tuple[int, np.ndarray]] = []
     for split in splits:
         stack.append((1, split))
@@ -157,7 +157,7 @@ def joined(splits: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 4, 5, 7, 8, 11, 14])
 def test_splits_are_merged_in_a_fixed_tree(num_splits: int) -> None:
-    """Queries of 0 weigh all tokens alike; the sums of each split come from reading it as a range of its own."""
+    """Queries of 0 weigh all tokens alike, and the sum of each split comes from reading that split as a range."""
     layer, rng = Layer(1, 1, 16, 16), np.random.default_rng(num_splits)
     both = Both(layer)
     rows = random_rows(rng, layer, num_splits * SPLIT)
@@ -173,7 +173,7 @@ def test_splits_are_merged_in_a_fixed_tree(num_splits: int) -> None:
 
 
 def test_siblings_read_a_closed_range_once() -> None:
-    """Bytes read of three rows of three sequences are those of one, and their results those of each alone."""
+    """Three sequences' rows read a closed range's bytes once, and their results are those of each row alone."""
     layer, rng = LAYERS["gqa"], np.random.default_rng(3)
     both = Both(layer, num_threads=2)
     both.fill([1024], random_rows(rng, layer, 1024 + 1))
@@ -188,7 +188,7 @@ def test_siblings_read_a_closed_range_once() -> None:
 
 
 def test_a_fork_beside_its_closed_range() -> None:
-    """One sequence attends to blocks as its own while others read them as a range: all as when alone."""
+    """One sequence attends its own blocks while others read them as a range, and all get the bits they get alone."""
     layer, rng = LAYERS["window"], np.random.default_rng(4)
     both = Both(layer)
     both.fill([1024], random_rows(rng, layer, 1024 + 1))
@@ -289,7 +289,7 @@ def test_merges_refuse_other_arrays() -> None:
 
 @pytest.mark.parametrize("model_dtype", ["float32", "float16", "bfloat16"])
 def test_all_instruction_sets_but_scalar_merge_alike(model_dtype: str) -> None:
-    """So the S-worker may merge with another one than the R-workers have."""
+    """The S-worker may therefore merge with another instruction set than the R-workers'."""
     rng = np.random.default_rng(7)
     partials = rng.standard_normal((9 * 40, 3, 2 + 36), dtype=np.float32) * 4
     partials[..., 1] = np.abs(partials[..., 1]) + 1

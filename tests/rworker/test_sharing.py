@@ -1,4 +1,4 @@
-"""Sequences that share blocks: read together, with the bits of sequences that hold copies of their own."""
+"""Sequences that share blocks are read together, with the bits of sequences that have copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW_ROWS = {0: 1, 1: 1, 2: 5, 3: 1, 4: 70, 5: 1, 6: 2}
 
 @functools.cache
 def rows_of(layer: Layer, sequence: int) -> Rows:
-    """The tokens of its own that a sequence begins with."""
+    """Return the tokens of its own that a sequence begins with."""
     own = {child: own for child, _, _, own in FORKS}
     return random_rows(np.random.default_rng(sequence), layer, own.get(sequence, 1700))
 
@@ -46,7 +46,7 @@ def part(rows: Rows, begin: int, end: int) -> Rows:
 
 
 def history(sequence: int) -> list[tuple[int, int]]:
-    """(origin, tokens): whose rows a sequence holds, prefix first."""
+    """Return (origin, tokens): whose rows a sequence holds, prefix first."""
     parent = {child: (source, kept, own) for child, source, kept, own in FORKS}
     if sequence == 0:
         return [(0, 1700)]
@@ -59,7 +59,7 @@ def history(sequence: int) -> list[tuple[int, int]]:
 
 
 def filled(layer: Layer, chosen: list[int], share: bool, **options: Any) -> Harness:
-    """The chosen sequences with their tokens: forked from each other, or each with its own copy."""
+    """Return a harness with the chosen sequences, forked from each other or each with its own copy."""
     harness = Harness(layer, {"num_blocks": 5000, **options})
     if not share:
         for i in chosen:
@@ -80,7 +80,7 @@ def filled(layer: Layer, chosen: list[int], share: bool, **options: Any) -> Harn
 
 
 def outputs_of(harness: Harness, chosen: list[int]) -> dict[int, np.ndarray]:
-    """Outputs of two steps, some with several rows."""
+    """Return outputs of two steps, some with several rows."""
     outputs = [harness.step({i: new_rows(harness.layer, i, step) for i in chosen}) for step in (0, 1)]
     return {i: np.concatenate([output[i] for output in outputs]) for i in chosen}
 

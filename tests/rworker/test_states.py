@@ -1,4 +1,4 @@
-"""States of recurrent layers: those of an oracle, whatever the cuts, the threads and the instruction set."""
+"""States of recurrent layers equal an oracle's, whatever the cuts, the threads and the instruction set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_TOKENS = 23
 
 @dataclass(frozen=True)
 class Kind:
-    """A recurrent layer, with weights by chance."""
+    """A recurrent layer with random weights."""
 
     kind: int = DELTA
     heads: int = 4
@@ -56,7 +56,7 @@ class Kind:
         return self.key_dim**-0.5 if self.kind == DELTA else 1.0
 
     def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Filters, bias, skip and factors."""
+        """Return filters, bias, skip and factors."""
         rng = np.random.default_rng(7)
         out = self.heads * self.value_dim
         filters, bias, skip, factors = (rng.standard_normal(n).astype(np.float32) for n in
@@ -74,17 +74,17 @@ class Kind:
         )  # fmt: skip
 
     def rounded(self, state: np.ndarray) -> np.ndarray:
-        """As it is kept after a token."""
+        """Return ``state`` as it is kept after a token."""
         return state if self.dtype == "float32" else from_wire(to_wire(state, self.dtype), self.dtype)
 
     def rows(self, dtype: str, num_tokens: int = NUM_TOKENS, seed: int = 1) -> tuple[np.ndarray, ...]:
-        """Payload rows, and what they say: channels, decays (logs) and rates."""
+        """Return payload rows and what they encode: channels, decays (logs) and rates."""
         rng = np.random.default_rng(seed)
         channels = to_wire(rng.standard_normal((num_tokens, self.channels)), dtype)
         if self.kind == WINDOW:
             none = np.zeros((num_tokens, 0), np.float32)
             return channels[:, None], from_wire(channels, dtype), none, none
-        if self.kind in (SELECTIVE, LRU):  # steps, or decays
+        if self.kind in (SELECTIVE, LRU):  # The last dims are steps or decays.
             steps = rng.uniform(0.05, 0.95, (num_tokens, self.heads, self.value_dim)).astype(np.float32)
             rows = np.concatenate([channels, steps.reshape(num_tokens, -1).view(channels.dtype)], 1)
             return rows[:, None], from_wire(channels, dtype), steps, steps[:, :, 0]
@@ -113,7 +113,7 @@ KINDS |= {
 
 
 def oracle(kind: Layer, channels: np.ndarray, decays: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """o [tokens, heads, value_dim], in float64."""
+    """Return o [tokens, heads, value_dim], in float64."""
     filters, bias, skip, factors = (each.astype(np.float64) for each in kind.weights())
     padded = np.concatenate([np.zeros((kind.taps - 1, kind.channels)), channels])
     taps = filters.reshape(kind.taps, -1)
@@ -148,7 +148,7 @@ def oracle(kind: Layer, channels: np.ndarray, decays: np.ndarray, rates: np.ndar
 
 
 class Harness:
-    """An R-worker with a layer that attends and one that is recurrent."""
+    """An R-worker with one layer that attends and one that is recurrent."""
 
     def __init__(self, kind: Layer, **settings: Any) -> None:
         self.kind = kind
@@ -163,8 +163,10 @@ class Harness:
         end: bool = True,
         appended: list[tuple[int, int, np.ndarray]] = (),
     ) -> np.ndarray:
-        """o of the recurrent layer; ``spans``: sequence, tokens before, payload rows; ``appended``: the same of second
-        copies."""
+        """Run a step; return o of the recurrent layer.
+
+        ``spans`` are (sequence, tokens before, payload rows), and ``appended`` the same for second copies.
+        """
         rows = np.concatenate([rows for *_, rows in (*spans, *appended)])
         planned = [(i, before, len(r), mode) for mode, some in ((1, spans), (0, appended)) for i, before, r in some]
         self.worker.begin_step(table(list(controls)), [table(planned)])
@@ -178,7 +180,7 @@ class Harness:
         return out
 
     def cut(self, rows: np.ndarray, cuts: tuple[int, ...], sequence: int = 1) -> np.ndarray:
-        """The same rows in several steps."""
+        """Send the same rows in several steps."""
         starts = (0, *cuts)
         return np.concatenate(
             [self.step([(sequence, a, rows[a:b])]) for a, b in zip(starts, (*cuts, len(rows)), strict=True)]
@@ -188,7 +190,7 @@ class Harness:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_outputs_are_the_oracles_whatever_the_cuts_and_the_company(name: str, dtype: str) -> None:
-    """Whole, token by token, and beside others on two threads: the same bits of output and state."""
+    """Whole, token by token, or beside others on two threads, the output and the state have the same bits."""
     kind = KINDS[name]
     rows, *said = kind.rows(dtype)
     for isa in _rworker.supported_isas()[:3]:
@@ -207,7 +209,7 @@ def test_outputs_are_the_oracles_whatever_the_cuts_and_the_company(name: str, dt
 
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_of_several_batches_have_the_bits_of_single_tokens(name: str) -> None:
-    """Tokens go over a state in batches of 32, and heads of many sequences in pairs: no bit tells of either."""
+    """Tokens advance a state in batches of 32, and heads of many sequences in pairs, without changing a bit."""
     kind = KINDS[name]
     rows, *said = kind.rows("float32", 70)
     for isa in _rworker.supported_isas()[:3]:
@@ -225,7 +227,7 @@ def test_prompts_of_several_batches_have_the_bits_of_single_tokens(name: str) ->
 
 
 def test_states_are_counted_forked_moved_and_released() -> None:
-    """A fork and an export go on with the bits of the one they come from; nothing stays behind."""
+    """A fork and an export go on with the bits of the sequence they come from, and nothing stays behind."""
     kind = KINDS["delta"]
     rows = kind.rows("float32")[0]
     wanted = Harness(kind).cut(rows, ())
@@ -251,7 +253,7 @@ def test_states_are_counted_forked_moved_and_released() -> None:
 
 
 def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
-    """It cannot be cut; a step that was abandoned leaves it spoilt, and a release is then all that is possible."""
+    """A state cannot be cut; an abandoned step spoils it, and then only a release is possible."""
     kind = KINDS["delta"]
     rows = kind.rows("float32")[0]
     harness = Harness(kind)
@@ -271,7 +273,7 @@ def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str) -> None:
-    """It gets rows in chunks, one by one, and wrong ones that are taken back; then it attends: the same bits."""
+    """A second copy gets rows in chunks, singly, and wrong ones taken back; then it attends with the same bits."""
     kind = replace(KINDS[name], kept_rows=2)
     rows, wrong = kind.rows("float32")[0], kind.rows("float32", seed=5)[0]
     wanted = Harness(kind).cut(rows, ())
@@ -295,7 +297,10 @@ def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("num_written", [0, 1, 2])
 def test_a_step_that_was_not_ended_leaves_the_states_of_sequences_that_decode(name: str, num_written: int) -> None:
-    """However many of two recurrent layers had taken its rows; a step that was ended goes back behind its row."""
+    """An abandoned step harms no state, whether none, one or both recurrent layers had taken its row.
+
+    A step that was ended is taken back behind its row.
+    """
     kind = replace(KINDS[name], kept_rows=1, keeps_single=True)
     rows, wrong = kind.rows("float32")[0], kind.rows("float32", seed=5)[0]
     layout = kind.layout()
@@ -333,7 +338,7 @@ def test_a_step_that_was_not_ended_leaves_the_states_of_sequences_that_decode(na
 
 @pytest.mark.parametrize("name", KINDS)
 def test_prefill_workers_advance_states_from_part_to_part(name: str) -> None:
-    """Three parts, and then an R-worker that stores the last one's state and goes on: the same bits."""
+    """After three parts an R-worker stores the last part's state and goes on with the same bits."""
     kind, cuts = KINDS[name], (0, 1, 13, 22)
     rows = kind.rows("float32")[0]
     wanted, layout = Harness(kind).cut(rows, ()), KVLayout((ATTENTION, kind.layout()), "float32", "float32")
@@ -365,7 +370,10 @@ def test_prefill_workers_advance_states_from_part_to_part(name: str) -> None:
 @pytest.mark.parametrize("name", ["delta in bfloat16", "per channel", "scan", "scan in float16", "wide"])
 @pytest.mark.parametrize("keeps_single", [False, True])
 def test_single_rows_after_drafts_prompts_and_each_other_have_the_same_bits(name: str, keeps_single: bool) -> None:
-    """Steps of 1 to 4 rows, the last of which may be taken back: a matrix lacks none, one or some of them."""
+    """Steps of 1 to 4 rows, the last of which may be taken back, follow each other with the same bits.
+
+    A state's matrix then lacks no row, one or several.
+    """
     kind = replace(KINDS[name], kept_rows=3, keeps_single=keeps_single)
     rows, wrong = kind.rows("float32", 60)[0], kind.rows("float32", 60, seed=5)[0]
     wanted, rng = Harness(kind).cut(rows, ()), np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Mini-batches in flight, reports, sleeping threads, and what the kernel objects export."""
+"""Mini-batches in flight, reports, sleeping threads, and the symbols that kernel objects export."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ready_turns_true() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_running_here_gives_the_same_bits(num_threads: int) -> None:
-    """In turns with submitting, on the same worker; an empty mini-batch too."""
+    """``run`` and ``submit`` in turns on one R-worker give the same bits, also for an empty mini-batch."""
     workers = [make_worker(LAYER, layers=[LAYER] * 2, num_threads=num_threads) for _ in range(2)]
     rows = random_rows(np.random.default_rng(0), LAYER, 700)
     outs = [np.empty_like(rows.q) for _ in workers]
@@ -107,7 +107,7 @@ def test_idle_threads_sleep() -> None:
     worker = make_worker(LAYER, num_threads=2)
     before = time.process_time()
     time.sleep(0.3)
-    assert time.process_time() - before < 0.15  # each that spins takes 0.3
+    assert time.process_time() - before < 0.15  # Each thread that spins would take 0.3 s.
     worker.close()
 
 
@@ -129,11 +129,11 @@ TABLES = {
     "neon_dot": "kNeonDot",
     "neon_bf16": "kNeonBf16",
 }
-"""What each kernel file exports."""
+"""The symbol that each kernel file exports."""
 
 
 def test_kernels_export_nothing_but_their_table() -> None:
-    """A weak symbol from a kernel file would be AVX-512 code that the linker may keep for all instruction sets."""
+    """A weak symbol of a kernel file would be AVX-512 code, which the linker might keep for all instruction sets."""
     nm, library = shutil.which("nm"), Path(_rworker.__file__).resolve()
     archives = [*library.parent.rglob("librworker.a"), *Path(__file__).parents[2].glob("build/cp*/**/librworker.a")]
     if nm is None or not archives:
@@ -147,7 +147,7 @@ def test_kernels_export_nothing_but_their_table() -> None:
             member = line.split(".")[0]
         elif member in TABLES and line:
             _, kind, symbol = line.split(maxsplit=2)
-            if kind not in "tdrb":  # lower case: local to the file
+            if kind not in "tdrb":  # Lower-case letters name symbols that are local to the file.
                 exported[symbol] = kind
     assert set(exported) <= {f"rworker::{table}" for table in TABLES.values()}
     assert exported and set(exported.values()) <= {"D", "R"}

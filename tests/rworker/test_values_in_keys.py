@@ -1,6 +1,7 @@
-"""Values that are the first dims of the keys, and are not stored: the bits of the same values stored beside them.
+"""Values that are the first dims of the keys are not stored, and have the bits of values that are.
 
-Caches of int8 and int4 give the bits of a float cache of the rows that they keep."""
+Caches of int8 and int4 give the bits of a float cache of the rows that they keep.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,16 @@ ODD = Layer(6, 2, 41, 23, 0.2, window=600, soft_cap=5.0, sinks=(0.5, -1.0, 0.0, 
 
 
 def in_keys(layer: Dense) -> Latent:
-    """The same layer with values that are the first dims of the keys."""
+    """Return the same layer with values that are the first dims of the keys."""
     return Latent(**msgspec.structs.asdict(layer))
 
 
 @dataclass
 class Pair:
-    """Two R-workers that are told the same; one keeps values apart, or floats in place of codes. Sequences are numbered
-    from 1."""
+    """Two R-workers with the same requests.
+
+    One keeps values apart, or floats in place of codes. Sequences are numbered from 1.
+    """
 
     layer: Dense
     dtype: str = "float32"
@@ -58,7 +61,7 @@ class Pair:
         )
 
     def payloads(self, k: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Keys and values for each."""
+        """Return keys and values for each R-worker."""
         dim, shared = self.layer.value_head_dim, (k, np.ascontiguousarray(k[..., :0]))
         if self.kv_dtype not in QUANTISED:
             return [(k, np.ascontiguousarray(k[..., :dim])), shared]
@@ -66,13 +69,13 @@ class Pair:
         return [(to_bits(kept, self.dtype), shared[1]), shared]
 
     def kept(self, rows: np.ndarray) -> np.ndarray:
-        """Float32 ``rows`` of keys as a cache of codes keeps them."""
+        """Return float32 ``rows`` of keys as a cache of codes keeps them."""
         dim = self.layer.value_head_dim
         values = stored(np.ascontiguousarray(rows[..., :dim]), self.kv_dtype, keys=False)
         return np.concatenate([values, rounded(np.ascontiguousarray(rows[..., dim:]), "bfloat16")], axis=-1)
 
     def step(self, spans: list[tuple[int, int, int, int]], controls: Any = ()) -> list[np.ndarray]:
-        """Random rows for the spans (sequence, context, rows, mode); o and partial results, which both have alike."""
+        """Run random rows for the spans (sequence, context, rows, mode); return o and partials, equal in both."""
         modes, dim = [mode for *_, mode in spans], self.layer.value_head_dim
         stored = sum(count for *_, count, mode in spans if mode != READ)
         q = self.rows(self.layer.num_heads, sum(count for *_, count, mode in spans if mode != APPEND))
@@ -105,7 +108,7 @@ class Pair:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layer", [ODD, DEEPSEEK, DOTS], ids=["odd", "deepseek", "dots"])
 def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtype: str) -> None:
-    """Prompts and decodes, tiles that are open and full, forks and cuts within tiles, closed ranges and their tails."""
+    """Prompts, decodes, forks, cuts within tiles, closed ranges and tails give the same bits."""
     pair = Pair(layer, dtype, {"isa": isa, "kv_dtype": kv_dtype})
     pair.step([(2, 0, 1, ATTEND), (1, 0, 465, APPEND), (3, 0, 512, APPEND)])
     pair.step([(1, 465, 60, ATTEND), (2, 1, 1, ATTEND)])
@@ -113,13 +116,14 @@ def test_bits_of_values_stored_apart(layer: Layer, isa: str, dtype: str, kv_dtyp
         pair.step([(1, length, 1, ATTEND), (2, length - 523, 1, ATTEND)])
     pair.step([(4, 523, 3, ATTEND), (1, 531, 1, ATTEND)], [(FORK, 4, 1, 523)])
     pair.step([(3, 512, 2, READ), (4, 517, 2, ATTEND), (2, 8, 2, PARTIAL)], [(TRUNCATE, 4, 0, 517)])
-    pair.step([(5, 0, 30, ATTEND)], [(RELEASE, 1, 0, 0), (RELEASE, 4, 0, 0)])  # where others' rows still lie
+    # The rows of other sequences still lie there.
+    pair.step([(5, 0, 30, ATTEND)], [(RELEASE, 1, 0, 0), (RELEASE, 4, 0, 0)])
     assert pair.workers[1].statistics()["bytes_read"] < pair.workers[0].statistics()["bytes_read"]
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int4"])
 def test_a_chunk_that_threads_share_has_the_bits_of_its_rows(kv_dtype: str) -> None:
-    """Over a split's border, by three threads; then its rows one by one, which one thread attends."""
+    """A chunk over a split's border, on three threads, has the bits of its rows one by one on one thread."""
     layer, rng = Latent(64, 1, 40, 32, 0.2), np.random.default_rng(3)
     q, k = (to_bits(rng.standard_normal((530, heads, 40), dtype=np.float32), "bfloat16") for heads in (64, 1))
     results = []
@@ -140,7 +144,7 @@ def test_a_chunk_that_threads_share_has_the_bits_of_its_rows(kv_dtype: str) -> N
     ("dtype", "kv_dtype"), [("float32",) * 2, ("bfloat16",) * 2, ("float32", "int8"), ("bfloat16", "int4")]
 )
 def test_sequences_move_as_rows_of_keys(dtype: str, kv_dtype: str) -> None:
-    """Exported, imported, and stored by prefill workers in any order."""
+    """Sequences are exported, imported, and stored by prefill workers in any order."""
     pair = Pair(DEEPSEEK, dtype, {"kv_dtype": kv_dtype})
     pair.step([(1, 0, 75, ATTEND)])
     for worker in pair.workers:
@@ -162,12 +166,15 @@ def test_sequences_move_as_rows_of_keys(dtype: str, kv_dtype: str) -> None:
 
 
 def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
-    """The bytes of DeepSeek's rows: the keys; or the values' codes with their scales, then the others in bfloat16."""
+    """Return the bytes of DeepSeek's rows.
+
+    They are the keys, or the values' codes with their scales and then the other dims in bfloat16.
+    """
     if kv_dtype not in QUANTISED:
         return k
     rows = from_bits(k, dtype)
     codes = exported(np.ascontiguousarray(rows[..., :512]), kv_dtype, keys=False)
-    if kv_dtype == "int4":  # a group's dims i and i + 32 share a byte, not neighbours
+    if kv_dtype == "int4":  # A group's dims i and i + 32 share a byte; neighbours do not.
         pairs = codes[..., :256].reshape(*codes.shape[:-1], 8, 32)
         nibbles = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 64)
         codes[..., :256] = (nibbles[..., :32] | nibbles[..., 32:] << 4).reshape(*codes.shape[:-1], 256)
@@ -176,7 +183,7 @@ def exported_rows(k: np.ndarray, dtype: str, kv_dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("bfloat16", 1152), ("int8", 644), ("int4", 416)])
 def test_a_row_takes_the_bytes_of_its_key(kv_dtype: str, row_bytes: int) -> None:
-    """DeepSeek-V3's, with all that blocks hold beside."""
+    """A row of DeepSeek-V3 takes its key's bytes and all that a block holds beside them."""
     layer = Latent(128, 1, 576, 512, 0.07)
     for block_size in (16, 64):
         assert _rworker.block_bytes([layer] * 61, kv_dtype, block_size) == 61 * row_bytes * block_size

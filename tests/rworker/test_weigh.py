@@ -1,4 +1,4 @@
-"""Attention shared among blocks, against float64 weights over the keys that the cache holds."""
+"""The attention shared among blocks agrees with float64 weights over the cached keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS = {
 
 
 def weights_of(layer: Dense, q: np.ndarray, keys: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [heads, tokens], float64, of one query [heads, dim] over all keys, and max and sum without sinks."""
+    """Return float64 weights [heads, tokens] of one query over all keys, and max and sum without sinks."""
     group, tokens = layer.num_heads // layer.num_kv_heads, np.arange(len(keys))
     scores = np.einsum("hd,thd->ht", q.astype(np.float64), np.repeat(keys, group, 1)) * layer.scale
     if layer.soft_cap:
@@ -46,7 +46,10 @@ def weights_of(layer: Dense, q: np.ndarray, keys: np.ndarray, position: int) -> 
 
 
 def in_step(layer: Dense, length: int, dtype: str, **options: Any) -> tuple[_rworker.RWorker, np.ndarray]:
-    """A worker in a step whose one layer is done, with two rows of sequence 0 after ``length``, and q of the first."""
+    """Return a worker in a step whose one layer is done, and q of sequence 0's first new row.
+
+    The step has two rows of sequence 0 after ``length`` tokens.
+    """
     rng = np.random.default_rng(length)
     worker = make_worker(layer, model_dtype=dtype, **options)
     for start, count in ((0, length), (length, 2)):
@@ -68,7 +71,7 @@ def ask(worker: _rworker.RWorker, q: np.ndarray, position: int, **more: Any) -> 
 @pytest.mark.parametrize(("dtype", "kv_dtype", "close"), PAIRS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_are_those_of_the_cached_keys(name: str, dtype: str, kv_dtype: str, close: float, isa: str) -> None:
-    """Of the first of two rows, the second of which might be a draft that is refused."""
+    """The weights are those of the first of two rows; the second might be a draft that is refused."""
     layer = LAYERS[name]
     for length, block in ((1, 16), (90, 7), (1100, 24)):
         worker, q = in_step(layer, length, dtype, kv_dtype=kv_dtype, isa=isa, num_threads=2)
@@ -86,7 +89,7 @@ def test_weights_are_those_of_the_cached_keys(name: str, dtype: str, kv_dtype: s
 
 
 def test_ranges_and_norms_make_the_whole() -> None:
-    """The same sequence as one of 1,024 tokens and as two ranges of 512, blocks across the border."""
+    """A sequence of 1,024 tokens and its two ranges of 512, with blocks across the border, give the same weights."""
     layer, rng = LAYERS["plain"], np.random.default_rng(0)
     rows = random_rows(rng, layer, 1025)
     worker = make_worker(layer)

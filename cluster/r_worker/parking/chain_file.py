@@ -6,9 +6,10 @@ Layout, little-endian::
     for each piece: its checksum, 16 bytes | its bytes
 
 A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, the last one those of the rest, in the form of an
-R-worker's cache. Its checksum (``_rworker.checksum``) starts from the SHA-256 above and the piece's number. So a piece
-of another chain, of another place, or with a changed bit has another checksum. A mark is the hash of all tokens up to a
-piece's end; the last one stands for the whole chain.
+R-worker's cache. If layers are recurrent, the end follows as one more piece: the tokens after the last full block, and
+the states after all tokens, as ``_rworker.RWorker.export`` writes them. A piece's checksum (``_rworker.checksum``)
+starts from the SHA-256 above and the piece's number. So a piece of another chain, of another place, or with a changed
+bit has another checksum. A mark is the hash of all tokens up to a piece's end; the last one stands for the whole chain.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from msgspec import Meta
 from fastdecode import _rworker
 from fastdecode.core.errors import ChainError
 from fastdecode.core.machine import advise_cache, force_to_disk
-from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks
+from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks, num_pieces
 
 MAGIC = b"FDCHAIN2"
 SUFFIX, UNFINISHED = ".chain", ".part"
@@ -39,44 +40,60 @@ _DIGEST_BYTES, _CHECKSUM_BYTES = 32, 16
 Name = Annotated[str, Meta(max_length=200)]
 
 
-class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The head of a chain's file.
 
     ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is for readers.
-    ``block_bytes``: bytes of a block over all layers.
+    ``block_bytes``: bytes of a block over all layers; 0 if none attends. ``rest``: tokens after the last block.
+    ``end_bytes``: bytes of these tokens and of the states; 0 if no layer is recurrent.
     """
 
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     block_size: Annotated[int, Meta(ge=1, le=PIECE_TOKENS)]
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
-    block_bytes: Annotated[int, Meta(ge=1, le=1 << 48)]
+    block_bytes: Annotated[int, Meta(ge=0, le=1 << 48)]
     model_dtype: Name = ""
     kv_dtype: Name = ""
     isa: Name = ""
+    rest: Annotated[int, Meta(ge=0, lt=PIECE_TOKENS)] = 0
+    end_bytes: Annotated[int, Meta(ge=0, le=1 << 48)] = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole chain."""
-        return self.num_blocks * self.block_size
+        return self.num_blocks * self.block_size + self.rest
+
+    @property
+    def num_marks(self) -> int:
+        """The number of marks."""
+        return num_marks(self.num_blocks, self.block_size, self.rest)
+
+    @property
+    def num_block_pieces(self) -> int:
+        """The number of pieces that have blocks; none if no layer attends."""
+        return num_pieces(self.num_blocks, self.block_size) if self.block_bytes else 0
 
     @property
     def num_pieces(self) -> int:
-        """The number of pieces, which is also the number of marks."""
-        return num_marks(self.num_blocks, self.block_size)
+        """The number of pieces, the end included."""
+        return self.num_block_pieces + (self.end_bytes > 0)
 
     def piece_tokens(self, number: int) -> int:
-        """Return the tokens of piece ``number``."""
-        return min(PIECE_TOKENS, self.num_tokens - number * PIECE_TOKENS)
+        """Return the tokens in blocks of piece ``number``."""
+        return min(PIECE_TOKENS, self.num_blocks * self.block_size - number * PIECE_TOKENS)
 
     def piece_bytes(self, number: int) -> int:
         """Return the bytes of piece ``number``."""
+        if number == self.num_block_pieces:
+            return self.end_bytes
         return self.piece_tokens(number) // self.block_size * self.block_bytes
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        start = len(MAGIC) + _LENGTH.size + len(msgspec.json.encode(self)) + self.num_pieces * MARK_BYTES
-        return start + _DIGEST_BYTES + self.num_pieces * _CHECKSUM_BYTES + self.num_blocks * self.block_bytes
+        start = len(MAGIC) + _LENGTH.size + len(msgspec.json.encode(self)) + self.num_marks * MARK_BYTES
+        pieces = self.num_pieces * _CHECKSUM_BYTES + self.num_blocks * self.block_bytes + self.end_bytes
+        return start + _DIGEST_BYTES + pieces
 
 
 _HEAD = msgspec.json.Decoder(Head)
@@ -155,7 +172,9 @@ class ChainReader:
 
     def place(self, number: int) -> tuple[int, bytes]:
         """Return the offset of piece ``number`` in the file, and the start of its checksum."""
-        offset = self._start + number * (_CHECKSUM_BYTES + self.head.piece_bytes(0)) + _CHECKSUM_BYTES
+        head = self.head
+        blocks_before = min(number * PIECE_TOKENS // head.block_size, head.num_blocks)
+        offset = self._start + (number + 1) * _CHECKSUM_BYTES + blocks_before * head.block_bytes
         return offset, _seed(self._digest, number)
 
     def check(self, number: int, checksum: bytes) -> None:
@@ -179,13 +198,21 @@ class ChainReader:
         while start < end and (count := os.preadv(self.fileno(), [part], start)):
             start += count
 
+    def end(self) -> np.ndarray:
+        """Return the end of the chain, uint8 [end_bytes]: tokens after the last block, and states."""
+        number, data = self.head.num_block_pieces, np.empty(self.head.end_bytes, np.uint8)
+        self._file.seek(self.place(number)[0])
+        self._fill(data.data)
+        self.check(number, _checksum(self._digest, number, data))
+        return data
+
     def fileno(self) -> int:
         """Return the descriptor of the open file."""
         return self._file.fileno()
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Yield the pieces in order, uint8 [num_bytes] each, valid until the next one is read."""
-        buffer = np.empty(self.head.piece_bytes(0), np.uint8)
+        buffer = np.empty(max(self.head.piece_bytes(0), self.head.end_bytes), np.uint8)
         for number in range(self.head.num_pieces):
             checksum = self._read(_CHECKSUM_BYTES)
             piece = buffer[: self.head.piece_bytes(number)]
@@ -203,19 +230,19 @@ class ChainReader:
         (num_bytes,) = _LENGTH.unpack(text[len(MAGIC) :])
         max_head_bytes = 1 << 16
         if text[: len(MAGIC)] != MAGIC or num_bytes > max_head_bytes:
-            raise self._broken("it is no parked chain")
+            raise self._broken("this is no parked chain")
         text += self._read(num_bytes)
         try:
             head = _HEAD.decode(text[len(MAGIC) + _LENGTH.size :])
         except (ValueError, RecursionError):
-            raise self._broken("its head cannot be read") from None
+            raise self._broken("the file's head cannot be read") from None
         if (size := os.fstat(self._file.fileno()).st_size) != head.file_bytes:
-            raise self._broken(f"it has {size:,} bytes, and {head.file_bytes:,} were written")
-        marks = self._read(head.num_pieces * MARK_BYTES)
+            raise self._broken(f"the file has {size:,} bytes, not the {head.file_bytes:,} that were written")
+        marks = self._read(head.num_marks * MARK_BYTES)
         self._digest = self._read(_DIGEST_BYTES)
         self._start = len(text) + len(marks) + _DIGEST_BYTES
         if hashlib.sha256(text + marks).digest() != self._digest:
-            raise self._broken("its head is damaged: its checksum differs")
+            raise self._broken("the file's head is damaged: its checksum differs")
         return head, tuple(marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES))
 
     def _read(self, num_bytes: int) -> bytes:
@@ -227,7 +254,7 @@ class ChainReader:
         while view:
             count = self._file.readinto(view)
             if not count:
-                raise self._broken("it ends too early")
+                raise self._broken("the file ends too early")
             view = view[count:]
 
     def _broken(self, why: str) -> ChainError:

@@ -23,7 +23,7 @@ def chain_files(folder: Path) -> list[Path]:
     """Return the chains in ``folder``, oldest use first. Raise OSError if it cannot be read."""
     times = {}
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # its R-worker has dropped the file meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the R-worker has deleted the file meanwhile
             times[path] = path.stat().st_mtime_ns
     return sorted(times, key=lambda path: times[path])
 
@@ -71,7 +71,7 @@ class ParkDirectory:
                 with ChainReader(self.folder / name) as reader:
                     head, marks, own_name = reader.head, reader.marks, reader.name
                 if head.fingerprint == fingerprint and own_name == name:
-                    yield Chain(head.num_blocks, marks)
+                    yield Chain(head.num_blocks, marks, head.rest)
             except (ChainError, OSError):
                 self.drop(name)
 
@@ -132,7 +132,7 @@ class ParkDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_nlink:
                     return lock
-                os.close(lock)  # its holder has removed the folder that it had made
+                os.close(lock)  # the lock's previous holder has removed the folder
                 make_folder(self.folder, 0o700)
                 lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except BlockingIOError:

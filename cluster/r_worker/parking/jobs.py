@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
@@ -66,10 +68,24 @@ class ParkJob(_Job):
             self._pending.append(self._threads.submit(self._writer.finish))
             self._is_written = True
             return
-        count = self._head.piece_tokens(number)
-        piece = self._worker.export_blocks(self._sequence_id, number * PIECE_TOKENS, count)
+        if number == self._head.num_block_pieces:
+            piece, self.num_tokens = self._end(), self._head.num_tokens
+        else:
+            count = self._head.piece_tokens(number)
+            piece = self._worker.export_blocks(self._sequence_id, number * PIECE_TOKENS, count)
+            self.num_tokens = number * PIECE_TOKENS + count
         self._pending.append(self._threads.submit(self._writer.append, piece))
-        self._next, self.num_tokens = number + 1, number * PIECE_TOKENS + count
+        self._next = number + 1
+
+    def _end(self) -> np.ndarray:
+        """Return the tokens after the last block, and the states after all tokens, uint8 [end_bytes]."""
+        length = self._worker.sequence_length(self._sequence_id)
+        if length != self._head.num_tokens:
+            raise ValueError(f"park: sequence {self._sequence_id} has {length} tokens, not {self._head.num_tokens}")
+        end = self._worker.export(self._sequence_id, length - self._head.rest, self._head.rest)
+        if end.nbytes != self._head.end_bytes:
+            raise ValueError(f"park: sequence {self._sequence_id} has no state after its {length} tokens")
+        return end
 
     def close(self) -> None:
         """Remove an incomplete file."""
@@ -78,7 +94,7 @@ class ParkJob(_Job):
 
 
 class WakeJob(_Job):
-    """A sequence being loaded: ``num_wanted`` tokens."""
+    """A sequence being loaded: ``num_wanted`` tokens in blocks, and the end if layers are recurrent."""
 
     def __init__(
         self,
@@ -90,19 +106,22 @@ class WakeJob(_Job):
     ) -> None:
         super().__init__(worker, threads, sequence_id)
         self._num_wanted, self._reader = num_wanted, reader
-        self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS), 0
+        has_blocks = reader.head.block_bytes > 0
+        self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS) if has_blocks else 0, 0
         # Bytes of pieces read into the cache between two looks at the time
         at_once_bytes = 1 << 23
         self._most = max(worker.num_threads, at_once_bytes // reader.head.piece_bytes(0))
         self._num_fetched = 0
+        self._end: Future[np.ndarray] | None = None
 
     def advance(self, deadline: float) -> bool:
         """Continue until ``deadline``; return True once all tokens are in the cache."""
         try:
             while True:
-                self._take(self._num_cached() or self._fetch(deadline))
+                if self._next < self._num_pieces:
+                    self._take(self._num_cached() or self._fetch(deadline))
                 if self._next == self._num_pieces:
-                    return True
+                    return not self._reader.head.end_bytes or self._take_end(deadline)
                 if time.monotonic() > deadline:
                     return False
         except NotYet:
@@ -120,6 +139,15 @@ class WakeJob(_Job):
         for number, checksum in zip(numbers, found, strict=True):
             self._reader.check(number, checksum)
         self._next += count
+
+    def _take_end(self, deadline: float) -> bool:
+        """Add the tokens after the last block and the states to the sequence; return True."""
+        self._end = self._end or self._threads.submit(self._reader.end)
+        head, data = self._reader.head, self._end.result(max(0.0, deadline - time.monotonic()))
+        start = head.num_tokens - head.rest if head.block_bytes else 0
+        self._worker.import_(self._sequence_id, head.num_tokens - start, data, start)
+        self.num_tokens = head.num_tokens
+        return True
 
     def _length(self) -> int:
         """Return the number of tokens that the loaded sequence has in the cache, valid or not."""
@@ -150,4 +178,6 @@ class WakeJob(_Job):
     def close(self) -> None:
         """Close the file."""
         self._settle()
+        if self._end:
+            wait([self._end])
         self._reader.close()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.r_worker.audits import check_memory
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
@@ -37,7 +38,7 @@ def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
 
     So a build with another layout reads no chain of this one.
     """
-    size = RWorkerSize(worker.block_bytes, 1)
+    size = RWorkerSize(worker.block_bytes * (1 + worker.state_blocks), 1)
     probe = make_rworker(replace(layout.absorbed, isa=worker.isa), worker.block_size, size)
     tokens = np.resize(np.arange(251, dtype=np.uint8), worker.block_size * layout.kv_bytes_per_token)
     probe.import_(0, worker.block_size, tokens)
@@ -71,6 +72,7 @@ class Parker:
         """See ``Parks.park``. The first answer lists the chains that the R-worker drops to make room."""
         if self._asked != (asked := (sequence_id, chain)):
             self._give_up()
+            check_memory(self._worker, sequence_id, chain.num_blocks * self._worker.block_size)
             head = self._head(chain)
             for name in superseded:
                 self._directory.drop(self._path(name).name)
@@ -133,15 +135,23 @@ class Parker:
         if (head.fingerprint, reader.marks[-1]) != (self._fingerprint, name):
             reader.close()
             raise ChainError(f"{path}: it belongs to another cache")
-        if not 0 < num_tokens <= head.num_tokens or (num_tokens % PIECE_TOKENS and num_tokens != head.num_tokens):
+        whole = head.num_blocks * head.block_size
+        needs_all = head.end_bytes > 0 or num_tokens % PIECE_TOKENS > 0
+        if not 0 < num_tokens <= whole or (needs_all and num_tokens != whole):
             reader.close()
-            raise ValueError(f"wake: {num_tokens} tokens are no whole pieces of {head.num_tokens}")
+            raise ValueError(f"wake: {num_tokens} tokens are no whole pieces of {whole}")
         return WakeJob(self._worker, self._threads, sequence_id, num_tokens, reader)
 
     def _head(self, chain: Chain) -> Head:
         layout, worker = self._layout, self._worker
         kinds = layout.model_dtype, layout.kv_dtype, worker.isa
-        return Head(self._fingerprint, worker.block_size, chain.num_blocks, worker.block_bytes, *kinds)
+        if chain.rest and not layout.kept_apart:
+            raise ValueError("park: tokens after the last block are parked with states only, and no layer has one")
+        end_bytes = sum(layout.sequence_bytes(number) for number in range(len(layout.layers)))
+        end_bytes += chain.rest * layout.kv_bytes_per_token
+        block_bytes = worker.block_bytes if layout.attends else 0
+        sizes = worker.block_size, chain.num_blocks, block_bytes
+        return Head(self._fingerprint, *sizes, *kinds, rest=chain.rest, end_bytes=end_bytes)
 
     def _path(self, name: bytes) -> Path:
         if not self._fingerprint or len(name) != MARK_BYTES:
@@ -164,7 +174,7 @@ class Parker:
 
     def _keep_room(self, at_once: bool = False) -> None:
         """Commit memory for chains that may be woken, if there are any."""
-        # Memory committed in advance: room for so many of the longest chain, and so many bytes
+        # Bytes committed in advance: enough for this many of the longest chain, and at least this many
         chains_ahead, least_ahead_bytes = 2, 1 << 26
         if largest := self._directory.largest:
             self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fastdecode import _rworker
 
 SHARE = 0.1
-"""Most of one core's time while an S-worker may take steps."""
+"""Largest part of one core's time that committing memory may take while an S-worker takes steps."""
 
 
 class Room:

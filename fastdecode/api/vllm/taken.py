@@ -1,4 +1,4 @@
-"""Lists vLLM's settings and flags that mean the same in FastDecode."""
+"""Lists vLLM's settings and flags that FastDecode accepts with the same meaning."""
 
 from __future__ import annotations
 

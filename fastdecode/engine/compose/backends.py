@@ -43,9 +43,10 @@ def make_backend(
     insists: bool = True,
 ) -> AttentionBackend:
     """Return a backend over the R-workers in ``config.r_workers``; R-workers of this machine run on ``cores``.
-    It has a listener for R-workers that join, which also serves prefill workers that join ``prefill_workers``.
-    ``model``: the model's identity; ``run``: the journal's run. By both, R-workers know which session continues.
-    ``insists``: take the session from an earlier S-worker that is silent. ``ray_job``: from ``place_on_ray``.
+    If R-workers may join, it has a listener for them, which also adds joining prefill workers to ``prefill_workers``.
+    ``model``: the model's identity; ``run``: the journal's run. From these names R-workers know whether this engine
+    continues the session that they keep. ``insists``: take the session from an earlier S-worker that is silent.
+    ``ray_job``: from ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
@@ -72,6 +73,7 @@ def make_backend(
         pool.accept_joins(listener)
     if config.wait_for_r_workers and config.tensor_parallel_size == 1:
         pool.take_back()
+    pool.set_audit(config.audit, config.seed)
     return pool
 
 
@@ -123,7 +125,8 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
-    exits_early = config.speculative is not None and config.speculative.method == "early_exit"  # it abandons steps
+    # early exit abandons steps
+    exits_early = config.speculative is not None and config.speculative.method == "early_exit"
     return told.outliving() if config.keep_session or exits_early else told
 
 
@@ -207,7 +210,7 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
             any_run = config.journal == ON_R_WORKERS
             before = f"{model} " if any_run else before
             lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
-        may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1  # ranks' pools are alike
+        may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1
         return TcpBackend(spec.addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
 
     if spec.kind == "join":

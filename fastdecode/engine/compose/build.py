@@ -82,8 +82,8 @@ class Parts:
 @dataclass(frozen=True)
 class _Pool:
     """The R-workers, opened with caches for a model.
-    ``ranks``: the same as ``backend`` if several ranks share the model. ``state_room``: room for recurrent states if
-    the S-worker keeps them, else None.
+    ``ranks``: ``backend`` itself if several ranks share the model, else None. ``state_room``: room for recurrent states
+    if the S-worker keeps them, else None.
     """
 
     backend: AttentionBackend
@@ -109,7 +109,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
-    prefill_backend = make_prefill_backend(config)  # its processes load their models at the same time
+    prefill_backend = make_prefill_backend(config)  # prefill workers load their models while this process continues
     if prefill_backend:
         cleanup.callback(prefill_backend.close)
     ranks = begin_ranks(config)
@@ -208,7 +208,9 @@ def _put_together(
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
     membership = Membership(world.now(), [worker.name for worker in pool.r_workers])
-    parking = make_parking(config, model, parks_of(pool.backend), pool.r_workers, scheduler.limits)
+    own_parks = parks_of(pool.ranks.pool if pool.ranks else pool.backend)
+    parks = pool.ranks.parks(own_parks) if pool.ranks and own_parks else own_parks
+    parking = make_parking(config, model, parks, pool.r_workers, scheduler.limits)
     return Parts(
         config, model, num_mini_batches, scheduler, world, requests, membership, prefills, speculation, parking
     )

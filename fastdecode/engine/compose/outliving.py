@@ -32,8 +32,8 @@ def make_journal(
     cleanup: ExitStack,
 ) -> Journal:
     """Return the journal that keeps requests and tokens for a later engine, if ``config`` asks for one.
-    ``fingerprint``: see ``KeptJournal``. If R-workers hold the session of an earlier engine, which may only be stopped,
-    the journal is taken from that engine.
+    ``fingerprint``: see ``KeptJournal``. If R-workers hold sequences of an earlier engine, take the journal over from
+    that engine, in case it is only suspended.
     """
     if config.journal is None:
         return Journal()

@@ -36,7 +36,8 @@ def make_prompt_backend(
     from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
 
     cores = config.s_core_list or usable_cores()
-    num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs  # the last one of each is partly empty
+    # each prompt's last block may be partly empty
+    num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs
     num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
     backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
     isa = common_isa(r_workers)

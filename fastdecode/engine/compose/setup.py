@@ -121,10 +121,10 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
 
-    Return None without prefix caching, or if prefixes need a state. ``parks``: None if R-workers have no disks. Chains
-    of ranges are of use only to an engine that cuts sequences at the same tokens.
+    Return None without prefix caching. ``parks``: None if R-workers have no disks. Chains of ranges are of use only to
+    an engine that cuts sequences at the same tokens.
     """
-    if parks is None or not limits.prefix_caching or not limits.sizes.rewinds:
+    if parks is None or not limits.prefix_caching:
         return None
     cut_at = limits.placing.segment_tokens
     identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
@@ -206,8 +206,8 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with "s" or "r" for an open latent absorption, if the profile has measured both sides.
-    The faster side wins. Every rank comes to the same decision.
+    """Return ``config`` with latent absorption "r" if it is "auto" and R-workers are faster by the profile.
+    Every rank comes to the same decision.
     """
     if config.latent_absorption != "auto" or config.profile is None:
         return config
@@ -248,7 +248,8 @@ def live_step_model(
         deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
     )
     tokens = config.max_num_seqs
-    return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))  # a step waits for the slowest
+    # the R-worker with the slowest step decides
+    return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))
 
 
 def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:

@@ -23,7 +23,6 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
     ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
     ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),
-    ("parking", "park_dir", lambda config, _: config.park_dir is not None),
     ("scratch", "prefill_scratch", lambda config, _: config.prefill_scratch is not None),
     (
         "early-exit drafts",
@@ -34,8 +33,10 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ("states here", "state_on", lambda config, _: config.state_on == "s"),
     ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
     ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
+    ("audits", "audit", lambda config, _: config.audit > 0),
     ("gpu", "device", lambda _, on_gpu: on_gpu),
     ("states here, sessions", "keep_session", lambda config, _: config.state_on == "s" and config.keep_session > 0),
+    ("states here, parking", "park_dir", lambda config, _: config.state_on == "s" and config.park_dir is not None),
     (
         "states here, prefill workers",
         "prefill_workers",

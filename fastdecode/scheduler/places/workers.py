@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastdecode.core.errors import BackendError
+from fastdecode.core.parked import hash_after
 from fastdecode.core.types import Verb
 from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.places.place import Block
@@ -30,7 +31,8 @@ class Prefix:
     ``block_hashes[i]`` covers all tokens up to the end of block i. If a sequence has two copies, both are retained with
     the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has: blocks of a hybrid's
     state, and of the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
-    ``used_seconds``: the time of the last use. ``is_parked``: its R-worker's disk also has the whole prefix.
+    ``contains``: names of shorter prefixes with a ``rest`` that this prefix begins with. ``used_seconds``: the time of
+    the last use. ``is_parked``: its R-worker's disk also has the whole prefix.
     """
 
     prefix_id: int
@@ -40,8 +42,15 @@ class Prefix:
     origin: int = 0
     own: list[Block] = field(default_factory=list)
     rest: list[int] = field(default_factory=list)
+    contains: tuple[bytes, ...] = ()
     used_seconds: float = 0.0
     is_parked: bool = False
+
+    @property
+    def name(self) -> bytes:
+        """The hash of all tokens of the prefix, which names its parked chain."""
+        before = self.block_hashes[-1] if self.block_hashes else b""
+        return hash_after(before, self.rest) if self.rest else before
 
 
 @dataclass(eq=False, slots=True)

@@ -118,7 +118,7 @@ class LoadForecast:
             cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
-        # In step t, the sequences attend that have more than t steps left: all, less those that end by then.
+        # In step t, the sequences attend that have more than t steps left: all sequences minus those that end by step t
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)

@@ -158,7 +158,7 @@ class LeastWaiting:
             for part, seconds in zip(job.parts, job.seconds, strict=True):
                 free[part.worker] = start + seconds
             last = job.parts[-1].worker
-            free[last] = max(free[last], self._now)  # its prompt is late, but not done
+            free[last] = max(free[last], self._now)  # the last prompt is late, but not done
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:

@@ -46,8 +46,8 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """Handle the loss of an R-worker: the next copies need no earned time.
-        These are copies of sequences that lost tokens in this step.
+        """Handle the loss of an R-worker: make the next copies at once, without waiting for a share of the steps' time.
+        This holds for copies of sequences that lost tokens in this step.
         """
         self._has_lost = True
 
@@ -79,7 +79,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the segment moves instead of being copied
+                yield DropTransfer(transfer)  # the move takes the place of this copy
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.
@@ -145,7 +145,7 @@ class SecondCopies:
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
-        # Most sequences examined between two steps, since there may be room for none of thousands
+        # Most sequences examined between two steps, since there may be thousands, and room for none of them
         most_tried = 4
         for sequence_id in sorted(set(ids))[:most_tried]:
             sequence = self._residents.decoding[sequence_id]

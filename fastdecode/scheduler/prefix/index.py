@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
+from collections.abc import Iterable
 
+from fastdecode.core.parked import hash_after
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
@@ -41,7 +41,7 @@ class PrefixIndex:
 
     def cached_from(self, block_hashes: list[bytes], start: int) -> int:
         """Return the end of the run of cached blocks in ``block_hashes`` that begins at index ``start``.
-        ``start`` if none.
+        Return ``start`` if there is none.
         """
         return next(
             (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
@@ -50,7 +50,7 @@ class PrefixIndex:
 
     def holder(self, block_hash: bytes) -> Prefix | None:
         """Return a prefix that has the block ``block_hash``, and so all earlier blocks of its segment.
-        None without one.
+        Return None if there is none.
         """
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
 
@@ -93,6 +93,10 @@ class PrefixIndex:
         """Return whether a longer prefix on the same R-worker has all blocks of ``prefix``."""
         holders = self._by_hash[prefix.block_hashes[-1]].values() if prefix.blocks else ()
         return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
+
+    def contained(self, prefix: Prefix) -> Iterable[bytes]:
+        """Return the names of parked chains that are of no more use once ``prefix`` is parked."""
+        return prefix.block_hashes[:-1]
 
     def touch(self, prefix: Prefix) -> None:
         """Mark ``prefix`` as used now."""
@@ -190,8 +194,7 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
     """
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         before = block_hashes[-1] if block_hashes else b""
-        block = array("q", token_ids[start : start + block_size]).tobytes()
-        block_hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
+        block_hashes.append(hash_after(before, token_ids[start : start + block_size]))
 
 
 def usable_hashes(sequence: TokenSequence, block_size: int) -> list[bytes]:

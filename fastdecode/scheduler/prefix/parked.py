@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastdecode.core.parked import Chain
+from fastdecode.core.parked import Chain, hash_after
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.names import CacheIds
 from fastdecode.scheduler.places.place import Block
@@ -49,9 +49,12 @@ class WakeCounts:
 
 
 class ParkedChains:
-    """The chains on R-workers' disks, by the hash of all tokens up to the end of a piece or chain."""
+    """The chains on R-workers' disks, by the hash of all tokens up to the end of a piece or of the last block.
+    ``whole``: chains have states, so they are of use only as a whole.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int, whole: bool) -> None:
+        self._block_size, self._whole = block_size, whole
         self._by_name: dict[tuple[int, bytes], Chain] = {}
         self._by_mark: dict[bytes, dict[tuple[int, bytes], Chain]] = {}
 
@@ -62,13 +65,13 @@ class ParkedChains:
     def add(self, worker: int, chain: Chain) -> None:
         """Add ``chain``, which is on the disk of R-worker ``worker``."""
         self._by_name[worker, chain.name] = chain
-        for mark in chain.marks:
+        for mark in self._found_by(chain):
             self._by_mark.setdefault(mark, {})[worker, chain.name] = chain
 
     def remove(self, worker: int, name: bytes) -> None:
         """Remove the chain ``name`` of R-worker ``worker``; unknown names are ignored."""
         chain = self._by_name.pop((worker, name), None)
-        for mark in chain.marks if chain else ():
+        for mark in self._found_by(chain) if chain else ():
             del self._by_mark[mark][worker, name]
             if not self._by_mark[mark]:
                 del self._by_mark[mark]
@@ -79,22 +82,40 @@ class ParkedChains:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Return whether the disk of ``worker`` has the chain ``name`` or a longer one that begins with it."""
+        """Return whether the disk of ``worker`` has the chain ``name`` or a longer one that serves for it."""
+        if self._whole:
+            return (worker, name) in self._by_name
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
-    def within(self, worker: int, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Return the names of chains on the disk of ``worker`` that end at a block of ``block_hashes``."""
-        return [name for name in block_hashes if (worker, name) in self._by_name]
+    def within(self, worker: int, names: Iterable[bytes]) -> list[bytes]:
+        """Return those of ``names`` that are chains on the disk of ``worker``."""
+        return [name for name in names if (worker, name) in self._by_name]
 
-    def longest(self, block_hashes: list[bytes], workers: list[int]) -> Beginning | None:
-        """Return the longest part of the blocks ``block_hashes`` on a disk of ``workers``, from their first.
-        None without.
+    def longest(
+        self, sequence: TokenSequence, block_hashes: list[bytes], start: int, workers: list[int]
+    ) -> Beginning | None:
+        """Return the longest part of ``sequence`` on a disk of ``workers`` from its block ``start`` on, or None.
+        ``block_hashes``: of the blocks from there on.
         """
         for depth in range(len(block_hashes), 0, -1):
-            for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items():
-                if worker in workers:
-                    return Beginning(worker, depth, chain)
+            fitting = [
+                Beginning(worker, depth, chain)
+                for (worker, _), chain in self._by_mark.get(block_hashes[depth - 1], {}).items()
+                if worker in workers and self._fits(sequence, start + depth, block_hashes[depth - 1], chain)
+            ]
+            if fitting:
+                return max(fitting, key=lambda each: each.chain.rest)
         return None
+
+    def _fits(self, sequence: TokenSequence, num_blocks: int, block_hash: bytes, chain: Chain) -> bool:
+        """Return whether ``sequence`` has the rest of ``chain`` after its first ``num_blocks`` blocks, and more."""
+        start, count = num_blocks * self._block_size, chain.rest
+        if start + count >= sequence.num_prefill:
+            return False
+        return not count or hash_after(block_hash, sequence.tokens(start, count)) == chain.name
+
+    def _found_by(self, chain: Chain) -> tuple[bytes, ...]:
+        return (chain.last_block,) if self._whole else chain.marks
 
 
 class Parked(Source):
@@ -105,7 +126,8 @@ class Parked(Source):
     def __init__(
         self, workers: Workers, index: PrefixIndex, ids: CacheIds, kept: Keeper, segment_tokens: int = UNLIMITED
     ) -> None:
-        self.chains, self.counts = ParkedChains(), WakeCounts()
+        self.chains = ParkedChains(workers.block_size, whole=not workers.sizes.rewinds)
+        self.counts = WakeCounts()
         self._workers, self._index, self._ids, self._kept = workers, index, ids, kept
         self._range_blocks = segment_tokens // workers.block_size
 
@@ -125,28 +147,32 @@ class Parked(Source):
             return None
         usable = usable_hashes(sequence, self._workers.block_size)
         first, depth = None, self._index.num_cached(sequence, usable, self)
-        while (found := self._next(usable, depth)) is not None:
+        while (found := self._next(sequence, usable, depth)) is not None:
             first, depth = first or found, found.start + found.num_blocks
             if depth % self._range_blocks:
                 break
             depth = self._index.cached_from(usable, depth)
         return first if first and self._kept.is_worth(sequence, depth) else None
 
-    def _next(self, usable: list[bytes], depth: int) -> Beginning | None:
+    def _next(self, sequence: TokenSequence, usable: list[bytes], depth: int) -> Beginning | None:
         """Return the longest parked prefix of the segment with block ``depth`` that includes this block.
-        None without.
+        Return None if there is none.
         """
         start = depth // self._range_blocks * self._range_blocks
-        found = self.chains.longest(usable[depth : start + self._range_blocks], self._workers.accepting)
+        hashes = usable[depth : start + self._range_blocks]
+        found = self.chains.longest(sequence, hashes, depth, self._workers.accepting)
         return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
         """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for both."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         needed = min(needed - beginning.start, self._range_blocks)
-        if needed > worker.available or not self._index.make_room(beginning.worker, beginning.num_blocks):
+        num_own = self._num_own(beginning)
+        if needed + num_own > worker.available or not self._kept.make_place(1):
             return None
-        worker.grow(beginning.num_blocks)
+        if not self._index.make_room(beginning.worker, beginning.num_blocks + num_own):
+            return None
+        worker.grow(beginning.num_blocks + num_own)
         hashes = sequence.block_hashes[beginning.start : beginning.start + beginning.num_blocks]
         return Waking(beginning, self._ids.new(), hashes)
 
@@ -154,20 +180,27 @@ class Parked(Source):
         """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on its R-worker.
         The prefix has no twin: the same tokens on another R-worker may have been computed with other arithmetic.
         """
-        worker, count = waking.beginning.worker, waking.beginning.num_blocks
+        beginning, origin, size = waking.beginning, self._ids.new(), self._workers.block_size
+        worker, count, rest = beginning.worker, beginning.num_blocks, beginning.chain.rest
         sequence.woken_on = worker
-        self._workers[worker].cached += count
         blocks = [Block(num_sequences=0) for _ in range(count)]
-        origin = self._ids.new()
-        self._index.add(Prefix(waking.prefix_id, worker, waking.block_hashes, blocks, origin, is_parked=True))
+        own = [Block(num_sequences=0) for _ in range(self._num_own(beginning))]
+        self._workers[worker].cached += count + len(own)
+        tokens = sequence.tokens(count * size, rest) if rest else []
+        prefix = Prefix(waking.prefix_id, worker, waking.block_hashes, blocks, origin, own, tokens, is_parked=True)
+        self._index.add(prefix)
         self.counts.num_woken += 1
-        self.counts.num_tokens += count * self._workers.block_size
+        self.counts.num_tokens += count * size + rest
+
+    def _num_own(self, beginning: Beginning) -> int:
+        """Return how many blocks ``beginning`` takes besides full ones: of a state, and of tokens after them."""
+        return self._workers.sizes.blocks_of_copy(beginning.chain.rest)
 
     def failed(self, waking: Waking) -> None:
         """Release the blocks of ``waking``, which failed to load, and forget its chain."""
         beginning = waking.beginning
         self.chains.remove(beginning.worker, beginning.chain.name)
-        self._workers[beginning.worker].grow(-beginning.num_blocks)
+        self._workers[beginning.worker].grow(-beginning.num_blocks - self._num_own(beginning))
         if waking.num_tokens:
             self._workers[beginning.worker].release(waking.prefix_id)
         self.counts.num_failed += 1
@@ -175,7 +208,7 @@ class Parked(Source):
     def mark_parked(self, worker: int) -> None:
         """Mark the retained prefixes of R-worker ``worker`` that its disk already has."""
         for prefix in self._workers[worker].prefixes.values():
-            if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.block_hashes[-1]):
+            if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.name):
                 prefix.is_parked = not self._index.is_within_another(prefix)
 
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
@@ -191,9 +224,13 @@ class Parked(Source):
                 continue
             if prefix.used_seconds > unused_since and not is_short:
                 return None
-            if not self.chains.has(worker, prefix.block_hashes[-1]):
-                return prefix, Chain.of(prefix.block_hashes, self._workers.block_size)
+            if not self.chains.has(worker, prefix.name):
+                return prefix, Chain.of(prefix.block_hashes, self._workers.block_size, prefix.rest)
         return None
+
+    def superseded(self, prefix: Prefix) -> list[bytes]:
+        """Return the names of chains on the disk of the R-worker of ``prefix`` that its own chain replaces."""
+        return self.chains.within(prefix.worker, self._index.contained(prefix))
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:
         """Record that ``chain`` of ``prefix`` is on the disk. None: parking failed, and is not tried again."""

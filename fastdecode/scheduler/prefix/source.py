@@ -83,6 +83,10 @@ class Keeper(Source, Protocol):
     def keep(self, sequence: TokenSequence) -> None:
         """Retain a prefix for other sequences, now that more of the prompt of ``sequence`` is cached."""
 
+    def make_place(self, count: int) -> bool:
+        """Release prefixes until ``count`` more may be retained; return False if so many never may."""
+        return True
+
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
         """Return whether other sequences can reuse the first ``num_blocks`` KV blocks that ``leader`` computes."""
 

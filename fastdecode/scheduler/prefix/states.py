@@ -9,6 +9,11 @@ evicted before the states of its own prefixes.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from fastdecode.core.placing import UNLIMITED
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Block, Copy, Segment
 from fastdecode.scheduler.places.workers import Prefix, Workers
@@ -19,6 +24,10 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 class StateIndex(PrefixIndex):
     """An index of prefixes with states, which are found only by their last block."""
+
+    def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
+        super().__init__(workers, segment_tokens)
+        self._after: dict[tuple[int, bytes], Counter[bytes]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
         """Return the longest prefix of ``sequence`` with a state on each R-worker, without the last token."""
@@ -33,9 +42,51 @@ class StateIndex(PrefixIndex):
                     found[prefix.worker] = Hit(depth, prefix, start + count, source)
         return found
 
+    def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
+        """Return the names of prefixes on R-worker ``worker`` with a rest that ``tokens`` begin with."""
+        size, names = self._workers.block_size, list[bytes]()
+        for depth, block_hash in enumerate(block_hashes, 1):
+            for each in self._by_hash.get(block_hash, {}).values():
+                start, count = depth * size, len(each.rest)
+                if each.worker == worker and count and start + count < len(tokens):
+                    names += [each.name] if tokens[start : start + count] == each.rest else []
+        return names
+
+    def is_within_another(self, prefix: Prefix) -> bool:
+        """Return whether all longer prefixes that begin with ``prefix`` on its R-worker continue alike.
+        False without one. A state where texts differ is of use to others, so it does not count as part of one of them.
+        """
+        return bool(prefix.blocks) and len(self._after.get((prefix.worker, prefix.name), ())) == 1
+
+    def contained(self, prefix: Prefix) -> Iterable[bytes]:
+        shorter = (*prefix.block_hashes, *prefix.contains)
+        after = (self._after.get((prefix.worker, name), ()) for name in shorter)
+        return [name for name, counts in zip(shorter, after, strict=True) if len(counts) == 1 and name != prefix.name]
+
+    def add(self, prefix: Prefix) -> None:
+        super().add(prefix)
+        for name, following in self._steps(prefix):
+            self._after.setdefault((prefix.worker, name), Counter())[following] += 1
+
+    def let_go(self, prefix: Prefix, keep: int = 0) -> None:
+        steps = self._steps(prefix)
+        super().let_go(prefix, keep)
+        for name, following in steps:
+            counts = self._after[prefix.worker, name]
+            counts[following] -= 1
+            if not counts[following]:
+                del counts[following]
+            if not counts:
+                del self._after[prefix.worker, name]
+
+    def _steps(self, prefix: Prefix) -> list[tuple[bytes, bytes]]:
+        """Return the name of each prefix that ``prefix`` may begin with, and what tells how ``prefix`` continues it."""
+        ends = [*prefix.block_hashes, *([prefix.name] if prefix.rest else [])]
+        return [*pairwise(ends), *((name, prefix.name) for name in prefix.contains)]
+
     def ending(self, worker: int, block_hash: bytes, rest: list[int]) -> Prefix | None:
         """Return a prefix on R-worker ``worker`` that ends with block ``block_hash`` and tokens ``rest``.
-        None without one.
+        Return None if there is none.
         """
         holders = self._by_hash.get(block_hash, {}).values()
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
@@ -54,7 +105,8 @@ class StateIndex(PrefixIndex):
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
-        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0  # the segment continues in this state
+        # a continued state needs no new blocks
+        missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0
         if missing > 0:
             self.evict(prefix.worker, missing, spared=prefix)
         super().take(segment, copy, hit)
@@ -140,7 +192,7 @@ class States(IndexedSource, Keeper):
             worker, hashes = self._workers[copy.worker], sequence.block_hashes[:num_blocks]
             if known := self._index.ending(copy.worker, hashes[-1], []):
                 self._index.touch(known)
-            elif self._make_place(1) and self._index.make_room(copy.worker, self._workers.sizes.fixed):
+            elif self.make_place(1) and self._index.make_room(copy.worker, self._workers.sizes.fixed):
                 worker.grow(self._workers.sizes.fixed)
                 prefix = self._keep(self._ids.new(), segment, copy, hashes, origin)
                 self._names.name(prefix.prefix_id, sequence.sequence_id, 0)
@@ -160,16 +212,17 @@ class States(IndexedSource, Keeper):
         for prefix in known:
             if prefix:
                 self._index.touch(prefix)
-        if any(known) or not self._make_place(len(segment.copies)):
+        if any(known) or not self.make_place(len(segment.copies)):
             return False
         origin = self._ids.new()
         for copy in segment.copies:
-            prefix = self._keep(segment.cache_id, segment, copy, hashes, origin, rest)
+            contains = tuple(self._index.resting(copy.worker, tokens, hashes))
+            prefix = self._keep(segment.cache_id, segment, copy, hashes, origin, rest, contains)
             copy.shared += prefix.own
         self._names.name(segment.cache_id, sequence.sequence_id, 0)
         return True
 
-    def _make_place(self, count: int) -> bool:
+    def make_place(self, count: int) -> bool:
         """Release the least recently used states of the R-worker with most states, until ``count`` more may be kept.
         Return False if ``count`` exceeds the most states ever kept.
         """
@@ -180,13 +233,19 @@ class States(IndexedSource, Keeper):
         return count <= self._most_kept
 
     def _keep(
-        self, name: int, segment: Segment, copy: Copy, hashes: list[bytes], origin: int, rest: list[int] | None = None
+        self,
+        name: int,
+        segment: Segment,
+        copy: Copy,
+        hashes: list[bytes],
+        origin: int,
+        rest: Sequence[int] = (),
+        contains: tuple[bytes, ...] = (),
     ) -> Prefix:
         """Retain the tokens of ``copy`` of ``segment`` as prefix ``name``, with a state in blocks counted as taken."""
-        rest = rest or []
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))
-        prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, rest)
+        prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, list(rest), contains)
         self._index.add(prefix)
         self._index.touch(prefix)
         return prefix

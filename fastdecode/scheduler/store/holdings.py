@@ -109,9 +109,9 @@ class Holdings:
 @dataclass(eq=False)
 class Transfer:
     """An unfinished copy of ``segment`` of ``sequence``, from R-worker ``source`` to R-worker ``target``.
-    The target's ``num_blocks`` blocks are reserved from the start. ``num_copied`` tokens are there; the next piece has
-    ``num_tokens``. When all are copied, R-worker ``drops`` drops its own copy; -1 for none. If that is the source, the
-    transfer is a move.
+    The target's ``num_blocks`` blocks are reserved from the start. ``num_copied`` tokens have arrived; the next piece
+    has ``num_tokens``. At the end, R-worker ``drops`` drops its copy; -1 for none. A transfer whose source drops its
+    copy is a move.
     """
 
     sequence: TokenSequence

@@ -89,7 +89,7 @@ class Losses:
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
             self._residents.compute_again(sequence)
-        if sequence.sequence_id in self._residents.decoding:  # drafts have additional blocks
+        if sequence.sequence_id in self._residents.decoding:  # blocks reserved for drafts are freed
             num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
         return self._store.cut(tail, num_sound, num_blocks)
 

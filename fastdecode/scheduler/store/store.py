@@ -41,8 +41,8 @@ class Store:
     """Writes blocks, counters and controls. It decides nothing: policies read it, and return operations.
     ``tails``: the segments that sequences append to. ``transfers``: unfinished copies. ``adopted``, ``parked``: sources
     of the prefix cache that other parts also call directly. ``last_rows``: the last committed rows, which show what the
-    loss of an R-worker spoils. ``num_sound``: tokens cached before them, of sequences with several segments, and of
-    sequences whose prompts had just arrived.
+    loss of an R-worker spoils. ``num_sound``: how many tokens were cached before these rows, by sequence, if it has
+    several segments or its prompt had just arrived.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
@@ -228,7 +228,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)  # ends a transfer without a source, under the old cache id
+            self.transfers.redirect(segment, worker)  # before the segment gets a new cache id
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])

@@ -38,30 +38,37 @@ def add_command(commands: Any) -> None:
         ("--num-kv-heads", "32", "(32)"),
         ("--head-dim", "128", "elements of a key and of a value (128)"),
         ("--context-len", "1024", "tokens of each sequence; LOW-HIGH draws them uniformly, such as 1-8192 (1024)"),
-        ("--batch-size", "auto", "sequences (auto: so many that copies of their own fill --cache-bytes)"),
-        ("--kv-cache-dtype", "bfloat16", f"{', '.join(DTYPES)} (bfloat16)"),
-        ("--threads", "1", "of the R-worker, each pinned to a core (1)"),
-        ("--isa", "auto", "instruction set (auto: FASTDECODE_ISA where set, else the best there is)"),
+        ("--batch-size", "auto", "sequences (auto: as many as fill --cache-bytes without sharing)"),
+        ("--kv-cache-dtype", "bfloat16", f"dtypes of the cache: {', '.join(DTYPES)} (bfloat16)"),
+        ("--threads", "1", "threads of the R-worker, each pinned to a core (1)"),
+        ("--isa", "auto", "instruction set (auto: FASTDECODE_ISA if set, else the best)"),
         ("--q-len", "1", "new tokens of each sequence, which attend causally (1)"),
         ("--shared-prefix-len", "0", "tokens at the start that all sequences share (0)"),
         (
             "--latent-dim",
             "0",
-            "dims of keys that are the values, too, as of latent attention; 0: values are stored (0)",
+            "first dims of keys that are also the values, as in latent attention; 0: none (0)",
         ),
-        ("--index-picks", "0", "tokens that an index picks: its scan of its keys is measured; 0: attention is (0)"),
+        ("--index-picks", "0", "tokens that an index picks: measure its scan of keys; 0: measure attention (0)"),
     )
     for flag, default, text in swept:
         group.add_argument(flag, default=default, metavar="LIST", help=text)
     group = parser.add_argument_group("measuring")
     group.add_argument(
-        "--cache-bytes", default="512MiB", metavar="BYTES", help="of the cache, and read for the read peak (512MiB)"
+        "--cache-bytes", default="512MiB", metavar="BYTES",
+        help="size of the cache, and of the buffer for the read peak (512MiB)",
+    )  # fmt: skip
+    group.add_argument(
+        "--repeats", type=int, default=15, metavar="N", help=f"number of calls, at least {LEAST_REPEATS} (15)"
     )
-    group.add_argument("--repeats", type=int, default=15, metavar="N", help=f"calls, at least {LEAST_REPEATS} (15)")
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", default="md", choices=["md", "csv", "json", "jsonl"], help="to stdout (md)")
-    group.add_argument("--output-json", metavar="FILE", help="write every figure")
-    group.add_argument("--plot", metavar="PNG", help="draw the fraction of roofline by group size and context")
+    group.add_argument(
+        "-o", "--output", default="md", choices=["md", "csv", "json", "jsonl"], help="format of the rows on stdout (md)"
+    )
+    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    group.add_argument(
+        "--plot", metavar="PNG", help="file for a picture: fraction of the roofline by group size and context"
+    )
     add_common_flags(parser)
     parser.set_defaults(run=run)
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from fastdecode.llm import LLM
 
 COUNTS = {
-    "input_len": (32, "TOKENS", "of each prompt, drawn at random"),
-    "output_len": (128, "TOKENS", "of each output, whatever ends the text"),
-    "batch_size": (8, "N", "prompts"),
+    "input_len": (32, "TOKENS", "length of each prompt of random tokens"),
+    "output_len": (128, "TOKENS", "length of each output, beyond any end of text"),
+    "batch_size": (8, "N", "prompts of a batch"),
     "n": (1, "N", "outputs per prompt"),
     "num_iters_warmup": (10, "N", "batches before the measured ones"),
     "num_iters": (30, "N", "measured batches"),
@@ -35,8 +35,8 @@ def add_command(commands: Any) -> None:
     for name, (default, metavar, text) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, type=int, default=default, metavar=metavar, help=f"{text} ({default})")
-    group.add_argument("--disable-detokenize", action="store_true", help="make no text of the tokens")
-    parser.add_argument("--output-json", metavar="FILE", help="write every figure")
+    group.add_argument("--disable-detokenize", action="store_true", help="do not convert tokens to text")
+    parser.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
     add_engine_flags(parser)
     add_common_flags(parser)
     add_bench_flags(parser)

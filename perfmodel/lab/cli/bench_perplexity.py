@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("perplexity", help="how well the model predicts a text through the R-workers' cache")
     parser.add_argument(
-        "--text", default=str(DEMO_MODEL / "heldout.txt"), metavar="FILE", help="(the demo model's held-out text)"
-    )
+        "--text", default=str(DEMO_MODEL / "heldout.txt"), metavar="FILE",
+        help="text to predict (the demo model's held-out text)",
+    )  # fmt: skip
     parser.add_argument(
-        "--window", type=int, default=1024, metavar="TOKENS", help="predicted from its first token on (1024)"
-    )
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures")
+        "--window", type=int, default=1024, metavar="TOKENS",
+        help="length of the pieces of text that are predicted separately (1024)",
+    )  # fmt: skip
+    parser.add_argument("--output-json", metavar="FILE", help="file to write the figures to")
     add_engine_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)

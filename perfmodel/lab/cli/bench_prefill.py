@@ -31,17 +31,25 @@ def add_command(commands: Any) -> None:
         "measured times stand those that the performance model predicts, beside the counted bytes the formula's.",
     )
     group = parser.add_argument_group("measuring")
-    group.add_argument("--prefill-lens", default="1024,2048,4096", metavar="LIST", help="tokens (1024,2048,4096)")
-    group.add_argument("--workers", default="1,2", metavar="LIST", help="prefill workers that share a prompt (1,2)")
+    group.add_argument(
+        "--prefill-lens", default="1024,2048,4096", metavar="LIST",
+        help="lengths of the prompts in tokens (1024,2048,4096)",
+    )  # fmt: skip
+    group.add_argument(
+        "--workers", default="1,2", metavar="LIST", help="numbers of prefill workers that share a prompt (1,2)"
+    )
     group.add_argument(
         "--methods", default=",".join(METHODS), metavar="LIST",
-        help="kvr-e: even parts, kvr-s: searched, kvr-p: interpolated between other lengths, tsp (all)",
+        help="methods: kvr-e, even parts; kvr-s, searched; kvr-p, interpolated between lengths; tsp "
+            "(all)",
     )  # fmt: skip
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turns (3)")
-    group.add_argument("--search-repeats", type=int, default=1, metavar="N", help="runs of each cut searched (1)")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each method, in turns (3)")
+    group.add_argument(
+        "--search-repeats", type=int, default=1, metavar="N", help="runs of each cut that a search tries (1)"
+    )
     group = parser.add_argument_group("output")
-    group.add_argument("--output-json", metavar="FILE", help="write every figure")
-    group.add_argument("--plot", metavar="PNG", help="draw the times over the context")
+    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    group.add_argument("--plot", metavar="PNG", help="file for a picture: times over the context")
     add_engine_flags(parser)
     add_common_flags(parser)
     parser.set_defaults(run=run)

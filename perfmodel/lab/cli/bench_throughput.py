@@ -29,18 +29,24 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("throughput", help="offline throughput of a workload")
     vllms_backends = {"vllm": "fastdecode", "hf": "transformers"}
     parser.add_argument(
-        "--backend", default="fastdecode", choices=["fastdecode", "transformers"], help="(fastdecode)",
+        "--backend", default="fastdecode", choices=["fastdecode", "transformers"],
+        help="what runs the requests; transformers: static batches (fastdecode)",
         type=lambda name: vllms_backends.get(name, name),
     )  # fmt: skip
     group = parser.add_argument_group("workload")
-    group.add_argument("--dataset-name", default="random", choices=["random", "sharegpt", "custom"], help="(random)")
+    group.add_argument(
+        "--dataset-name", default="random", choices=["random", "sharegpt", "custom"],
+        help="source of the requests (random)",
+    )  # fmt: skip
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT JSON, or JSONL with a text prompt per line")
     add_flags(group, WorkloadSpec, (*LENGTHS, *ARRIVALS))
     group = parser.add_argument_group("output")
-    group.add_argument("--output-json", metavar="FILE", help="write every figure")
-    group.add_argument("--plot-timeline", metavar="PNG", help="draw one decode step, a lane per worker")
-    group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
-    group.add_argument("--measure-overlap", action="store_true", help="also run steps without overlap, A B A B")
+    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    group.add_argument("--plot-timeline", metavar="PNG", help="file for a picture: one decode step, a lane per worker")
+    group.add_argument("--plot-steps", metavar="PNG", help="file for a picture: KV load and seconds of every step")
+    group.add_argument(
+        "--measure-overlap", action="store_true", help="also run steps without overlap, in turns with the others"
+    )
     add_engine_flags(parser)
     add_common_flags(parser)
     add_bench_flags(parser)

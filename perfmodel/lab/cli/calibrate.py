@@ -29,9 +29,11 @@ def add_command(commands: Any) -> None:
         "contexts and threads, the way to each R-worker, the engine's own work, and what S and R take from each other. "
         "plan, simulate and the engine's --profile read the result. Nothing else should run meanwhile.",
     )
-    parser.add_argument("--output", metavar="FILE", default="profile.json", help="(profile.json)")
     parser.add_argument(
-        "--quick", action="store_true", help="this KV dtype and all cores only, in under a minute (off)"
+        "--output", metavar="FILE", default="profile.json", help="file to write the profile to (profile.json)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only this KV dtype and all cores, in under a minute (off)"
     )
     add_calibrated_flags(parser)
     add_flags(
@@ -46,12 +48,13 @@ def add_command(commands: Any) -> None:
 def _add_prefill_flags(group: Any) -> None:
     group.add_argument(
         "--prefill", action="store_true",
-        help="measure prefill workers too, and search for the best parts of prompts on them (off)",
+        help="also measure prefill workers, and search the best parts of prompts for them (off)",
     )  # fmt: skip
     add_flags(group, EngineConfig, ("prefill_workers", "prefill_threads", "prefill_cores"))
     group.add_argument(
-        "--prefill-lens", default="512,1024,2048,4096", metavar="LIST", help="tokens (512,1024,2048,4096)"
-    )
+        "--prefill-lens", default="512,1024,2048,4096", metavar="LIST",
+        help="lengths of their prompts in tokens (512,1024,2048,4096)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output)
     lengths = wholes("prefill_lens", args.prefill_lens, LEAST_LEN)
     if not args.prefill and args.prefill_workers:
-        raise ConfigError("prefill_workers: they are measured with --prefill")
+        raise ConfigError("prefill_workers: prefill workers are measured only with --prefill")
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     num_ranks = args.tensor_parallel_size

@@ -24,60 +24,73 @@ def add_machine_flags(group: Any) -> None:
     """Add the flags of machines by name, in numbers, or measured here."""
     group.add_argument(
         "--weights", choices=tuple(FORMATS), metavar="FORMAT",
-        help=f"of the checkpoint: {', '.join(FORMATS)} (as its configuration says; plain for models by name)",
+        help=f"format of the checkpoint: {', '.join(FORMATS)} (by its configuration; plain for models "
+            "by name)",
     )  # fmt: skip
+    group.add_argument(
+        "--quantization", choices=("int8",), help="int8: linear layers of an S-worker on a CPU multiply int8 (off)"
+    )
     gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
-    group.add_argument("--model", metavar="NAME_OR_PATH", help="such as llama-7b, a model folder or a config.json")
-    group.add_argument("--gpu", metavar="GPU", help=f"of the S-worker: {gpus}")
+    group.add_argument(
+        "--model", metavar="NAME_OR_PATH", help="model: a name such as llama-7b, a model folder or a config.json"
+    )
+    group.add_argument("--gpu", metavar="GPU", help=f"GPU of the S-worker: {gpus}")
     group.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N",
-        help="ranks of the S-worker, a GPU each, with R-workers of their own for their heads (1)",
+        help="ranks of the S-worker, with a GPU and R-workers each (1)",
     )  # fmt: skip
     group.add_argument(
-        "--rank-link", metavar="RATE", help="between them, such as 300GB (the GPU's NVLink, or else its PCIe)"
-    )
+        "--rank-link", metavar="RATE",
+        help="bandwidth between ranks, such as 300GB (the GPU's NVLink, or else its PCIe)",
+    )  # fmt: skip
     group.add_argument("--cpu", metavar="HOST", help=f"hosts of R-workers: {hosts}")
     group.add_argument(
         "--link", metavar="RATE",
-        help=f"of the S-worker, such as 100Gb or 12.5GB ({DEFAULT_LINK}); pcie: R-workers run on the GPU's own host",
+        help=f"bandwidth of the S-worker's link, such as 100Gb or 12.5GB ({DEFAULT_LINK}); pcie: "
+            "R-workers run on the GPU's own host",
     )  # fmt: skip
     group.add_argument(
-        "--kv-cache-memory", metavar="BYTES", help="per R-worker, such as 100GiB (80%% of the host's, shared)"
-    )
+        "--kv-cache-memory", metavar="BYTES",
+        help="KV cache of each R-worker, such as 100GiB (80%% of the host's memory, shared)",
+    )  # fmt: skip
     group.add_argument(
         "--latent-absorption", default="auto", choices=("s", "r", "auto"),
-        help="who multiplies K and V of latents (auto: plan takes what gives more tokens per second; elsewhere s)",
+        help="side that multiplies K and V of latents (auto: the faster one by plan; elsewhere s)",
     )  # fmt: skip
-    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="(the host's NUMA nodes)")
+    group.add_argument("--r-workers-per-host", type=int, metavar="N", help="R-workers on each host (one per NUMA node)")
 
 
 def add_number_flags(group: Any) -> None:
     """Add the flags of a profile and of bare numbers."""
-    group.add_argument("--profile", metavar="FILE", help="a HardwareProfile as JSON, from any machine")
-    group.add_argument("--s-part-seconds", type=float, metavar="SECONDS", help="T(B): one layer of one mini-batch")
+    group.add_argument("--profile", metavar="FILE", help="hardware profile (JSON) of any machine")
     group.add_argument(
-        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: of one R-worker, one layer"
+        "--s-part-seconds", type=float, metavar="SECONDS", help="T(B): S-worker's time for one layer of one mini-batch"
     )
-    group.add_argument("--num-layers", type=int, metavar="N", help="beside those two")
+    group.add_argument(
+        "--r-part-seconds-per-token", type=float, metavar="SECONDS", help="R: R-worker's time per token of one layer"
+    )
+    group.add_argument("--num-layers", type=int, metavar="N", help="number of layers, with the two flags above")
 
 
 def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
     """Add the flags of how S-worker and R-workers work together. ``automatic``: allow "auto" mini-batches."""
-    group.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="(auto: the model's)")
     group.add_argument(
-        "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES, help="of states of recurrent layers (auto: float32)"
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="dtype of the KV cache (auto: the model's)"
     )
     group.add_argument(
-        "--state-on", default="auto", choices=("s", "r", "auto"),
-        help="who keeps the states of recurrent layers (auto: plan takes what gives more tokens per second; elsewhere "
-        "r)",
+        "--mamba-ssm-cache-dtype", default="auto", choices=DTYPES,
+        help="dtype of recurrent layers' states (auto: float32)",
     )  # fmt: skip
     group.add_argument(
-        "--state-memory", metavar="BYTES", help="of the S-worker, for states (what the weights leave of a GPU's)"
+        "--state-on", default="auto", choices=("s", "r", "auto"),
+        help="side that keeps recurrent states (auto: the faster one by plan; elsewhere r)",
+    )  # fmt: skip
+    group.add_argument(
+        "--state-memory", metavar="BYTES", help="S-worker's memory for states (what the weights leave of a GPU's)"
     )
     group.add_argument(
         "--num-mini-batches", type=auto_int if automatic else int, default=2 if automatic else None, metavar="K",
-        help="that take turns (" + ("2); auto: 2 or 3, whichever takes less time" if automatic else
+        help="mini-batches that take turns (" + ("2); auto: 2 or 3, whichever takes less time" if automatic else
         "2, or 1 or 3 where these give more within the limits)"),
     )  # fmt: skip
     group.add_argument(
@@ -85,5 +98,5 @@ def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
     )
     group.add_argument(
         "--overlapped-transport", action="store_true",
-        help="transfers are hidden behind work (off: both sides of named machines wait, as the paper measured)",
+        help="transfers overlap with work (off: both sides of named machines wait, as in the paper)",
     )  # fmt: skip

@@ -71,6 +71,8 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
         )
     if args.state_on == "s" and bare:
         raise ConfigError("state_on: s needs --gpu and --cpu, or a profile: no number has the time of states")
+    if args.quantization and bare:
+        raise ConfigError("quantization has no place beside bare numbers, which say how fast the S-worker is")
     if args.tensor_parallel_size != 1 and bare:
         raise ConfigError("tensor_parallel_size has no place beside bare numbers, which say how fast the S-worker is")
     if bare:

@@ -85,12 +85,22 @@ class NamedMachine:
 
 def named_machine(args: argparse.Namespace) -> NamedMachine:
     """Return the machine that the flags name. Raise ConfigError for unknown words."""
-    gpu, is_gpu = _gpu(args.gpu)
+    gpu, is_gpu = _gpu(args.gpu, bool(args.quantization))
+    check_on_cpu(args, is_gpu)
     host = host_of(args)
     if not is_gpu and not args.cpu == HERE_WORD:
         raise ConfigError("gpu: there is no GPU here, so the S-worker runs on this CPU: give --cpu here too, or a GPU")
     link = _link(args.link, host)
     return NamedMachine(gpu, host, link, NO_CONTENTION if is_gpu else SHARED)
+
+
+def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
+    """Raise ConfigError if a GPU is to multiply int8: there, packed weights are ``--weights``."""
+    if args.quantization and is_gpu:
+        raise ConfigError(
+            "quantization: int8 is multiplied on CPUs: give --gpu here --cpu here on a machine without a GPU, or "
+            "--profile; what a GPU keeps packed is --weights int8"
+        )
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
@@ -101,14 +111,14 @@ def host_of(args: argparse.Namespace) -> CpuHost:
     return _shared_host(host, per_host(args, number))
 
 
-def one_gpu_or_cpu(words: str) -> Gpu:
+def one_gpu_or_cpu(words: str, multiplies_int8: bool) -> Gpu:
     """Return the device of an S-worker. For this machine, it may be the CPU."""
-    return _gpu(words)[0]
+    return _gpu(words, multiplies_int8)[0]
 
 
 def one_gpu(words: str) -> Gpu:
     """Return the GPU of a preset's name, of numbers, or of this machine. Raise ConfigError if it has none."""
-    gpu, is_gpu = _gpu(words)
+    gpu, is_gpu = _gpu(words, False)
     if not is_gpu:
         raise ConfigError("gpu: there is no GPU here; name one, or give numbers")
     return gpu
@@ -123,12 +133,12 @@ def _link(words: str | None, host: CpuHost) -> float | None:
 
 
 @cache
-def _gpu(words: str) -> tuple[Gpu, bool]:
+def _gpu(words: str, multiplies_int8: bool) -> tuple[Gpu, bool]:
     if words.strip().lower() != HERE_WORD:
         return gpu_of(words), True
     from fastdecode.perfmodel.lab.measure.here import gpu_here
 
-    return gpu_here()
+    return gpu_here(multiplies_int8)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,24 +21,25 @@ CONTEXTS = (8192, 32768, 131072, 262144)
 
 @dataclass(frozen=True)
 class Cell:
-    """Milliseconds per token of each of ``sessions`` sessions over ``context`` cached tokens; None: it does not fit."""
+    """Time per token of one way to serve sessions.
 
-    context: int
-    sessions: int
-    gpu_alone: float | None
-    fastdecode: float | None
-    streamed: float | None
+    ``milliseconds``: per token of each session, where memory holds all sessions at once; None where it does not.
+    ``in_turns``: tokens/s of as many sessions as memory holds, while the others wait; 0 where no session fits.
+    """
+
+    milliseconds: float | None = None
+    in_turns: float = 0.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A printed row. ``in_turns``: tokens/s of the GPU alone if some sessions wait until others have left its memory.
+    """``sessions`` sessions of ``context`` cached tokens by each way. ``beyond``: the model's context is shorter."""
 
-    ``in_turns`` is 0 if no session fits, or all fit. ``beyond``: the model does not allow the context.
-    """
-
-    cell: Cell
-    in_turns: float = 0.0
+    context: int
+    sessions: int
+    gpu_alone: Cell = Cell()
+    fastdecode: Cell = Cell()
+    streamed: Cell = Cell()
     beyond: bool = False
 
 
@@ -61,22 +62,27 @@ def session_table(args: argparse.Namespace) -> SessionTable:
     memory = ""
     for context in CONTEXTS:
         if longest and context > longest:
-            rows += [Row(Cell(context, sessions, None, None, None), beyond=True) for sessions in SESSIONS]
+            rows += [Row(context, sessions, beyond=True) for sessions in SESSIONS]
             continue
         inputs = _inputs(args, context)
         server = inputs.server
         if server is None:
-            raise ConfigError("table: it compares with the GPU alone; name one with --gpu")
+            raise ConfigError("table: the table compares with the GPU alone; name a GPU with --gpu")
         memory = memory or _memory_line(args, inputs, server)
         rows += [_row(inputs, server, context, sessions) for sessions in SESSIONS]
     return SessionTable(tuple(rows), memory)
 
 
 def _row(inputs: PlanInputs, server: GpuServer, context: int, sessions: int) -> Row:
-    most = server.most_sequences
-    alone = server.step_seconds(sessions) * 1e3 if sessions <= most else None
-    cell = Cell(context, sessions, alone, _fastdecode(inputs, sessions), _streamed(inputs, server, sessions))
-    return Row(cell, most / server.step_seconds(most) if alone is None and most else 0.0)
+    alone = _cell(sessions, server.most_sequences, lambda count: server.step_seconds(count) * 1e3)
+    return Row(context, sessions, alone, _fastdecode(inputs, sessions), _streamed(inputs, server, sessions))
+
+
+def _cell(sessions: int, most: int, step_milliseconds: Callable[[int], float]) -> Cell:
+    """Return the cell of ``sessions`` sessions where memory holds at most ``most`` of them at once."""
+    if sessions <= most:
+        return Cell(step_milliseconds(sessions))
+    return Cell(in_turns=most * 1e3 / step_milliseconds(most)) if most else Cell()
 
 
 def _memory_line(args: argparse.Namespace, inputs: PlanInputs, server: GpuServer) -> str:
@@ -96,33 +102,45 @@ def table_lines(table: SessionTable) -> Iterator[str]:
     yield "ms per token for each session (tokens/s of all sessions), cached tokens per session as said"
     yield f"  {'context':>9s} {'sessions':>8s} {'GPU alone':>18s} {'FastDecode':>18s} {'KV over PCIe':>18s}  best"
     for row in table.rows:
-        cell = row.cell
-        lacks = "context" if row.beyond else "host memory"
-        alone = f"in turns {row.in_turns:,.3g}/s" if row.in_turns else "context" if row.beyond else "GPU memory"
-        ways = ((cell.gpu_alone, alone), (cell.fastdecode, lacks), (cell.streamed, lacks))
-        texts = " ".join(f"{_text(value, cell.sessions) or without:>18s}" for value, without in ways)
-        yield f"  {cell.context:9,} {cell.sessions:8d} {texts}  {best_way(row)}"
-    yield "In turns: the GPU holds too few sessions, so it serves as many at once as fit; the others wait."
-    yield "Best: most tokens/s. GPU memory, host memory: it is too small. Context: it is beyond the model's."
-    yield "KV over PCIe: the cache lies in the host's memory and crosses the link in each step."
+        ways = ((row.gpu_alone, "GPU memory"), (row.fastdecode, "host memory"), (row.streamed, "host memory"))
+        texts = " ".join(f"{_text(row, cell, memory):>18s}" for cell, memory in ways)
+        yield f"  {row.context:9,} {row.sessions:8d} {texts}  {best_way(row)}"
+    yield "In turns: memory holds too few sessions, so as many at once as fit are served; the others wait."
+    yield "Best: most tokens/s. GPU memory, host memory: it holds no session. Context: it is beyond the model's."
+    yield "KV over PCIe: the cache is in the host's memory and crosses the link in each step."
     if table.memory:
         yield table.memory
 
 
+def table_figures(table: SessionTable) -> list[dict[str, float | None]]:
+    """Return the table for JSON: ms per token by each way (None: not all sessions at once), and tokens/s in turns."""
+    ways = ("gpu_alone", "fastdecode", "streamed")
+    return [
+        {"context": row.context, "sessions": row.sessions}
+        | {name: getattr(row, name).milliseconds for name in ways}
+        | {f"{name}_in_turns": getattr(row, name).in_turns for name in ways}
+        for row in table.rows
+    ]
+
+
 def best_way(row: Row) -> str:
     """Return the way with the most tokens per second, in words; "-" if none can run."""
-    cell = row.cell
-    steps = {"GPU alone": cell.gpu_alone, "FastDecode": cell.fastdecode, "KV over PCIe": cell.streamed}
-    rates = {name: cell.sessions * 1e3 / value for name, value in steps.items() if value is not None}
-    if row.in_turns:
-        rates["GPU alone, in turns"] = row.in_turns
+    ways = {"GPU alone": row.gpu_alone, "FastDecode": row.fastdecode, "KV over PCIe": row.streamed}
+    rates: dict[str, float] = {}
+    for name, cell in ways.items():
+        if cell.milliseconds is not None:
+            rates[name] = row.sessions * 1e3 / cell.milliseconds
+        elif cell.in_turns:
+            rates[f"{name}, in turns"] = cell.in_turns
     return max(rates, key=rates.__getitem__) if rates else "-"
 
 
-def _text(milliseconds: float | None, sessions: int) -> str:
-    if milliseconds is None:
-        return ""
-    return f"{milliseconds:,.4g} ({sessions * 1e3 / milliseconds:,.3g}/s)"
+def _text(row: Row, cell: Cell, memory: str) -> str:
+    if cell.milliseconds is not None:
+        return f"{cell.milliseconds:,.4g} ({row.sessions * 1e3 / cell.milliseconds:,.3g}/s)"
+    if cell.in_turns:
+        return f"in turns {cell.in_turns:,.3g}/s"
+    return "context" if row.beyond else memory
 
 
 def _inputs(args: argparse.Namespace, context: int) -> PlanInputs:
@@ -145,8 +163,19 @@ def _inputs(args: argparse.Namespace, context: int) -> PlanInputs:
     return replace(inputs, planner=replace(inputs.planner, workload=decodes), server=server)
 
 
-def _fastdecode(inputs: PlanInputs, sessions: int) -> float | None:
-    """Return the shorter step of one or two mini-batches, with the given R-workers or as many as keep up."""
+def _fastdecode(inputs: PlanInputs, sessions: int) -> Cell:
+    """Return the cell of FastDecode, with the given R-workers or as many as keep up with the S-worker."""
+    planner = inputs.planner
+    given = planner.num_r_workers
+    most = sessions
+    if given is not None:
+        held = (count for count in range(sessions, 0, -1) if planner.memory_r_workers(count) <= given)
+        most = next(held, 0)
+    return _cell(sessions, most, lambda count: _fastdecode_milliseconds(inputs, count))
+
+
+def _fastdecode_milliseconds(inputs: PlanInputs, sessions: int) -> float:
+    """Return the shorter step of one or two mini-batches."""
     found = []
     for count in (1, 2) if sessions > 1 else (1,):
         planner = replace(inputs.planner, num_mini_batches=count)
@@ -154,16 +183,18 @@ def _fastdecode(inputs: PlanInputs, sessions: int) -> float | None:
         workers = planner.num_r_workers or max(
             math.ceil(planner.enough_r_workers(size)), planner.memory_r_workers(sessions)
         )
-        if planner.memory_r_workers(sessions) <= workers:
-            found.append(planner.candidate(size, workers).step_seconds * 1e3)
-    return min(found, default=None)
+        found.append(planner.candidate(size, workers).step_seconds * 1e3)
+    return min(found)
 
 
-def _streamed(inputs: PlanInputs, server: GpuServer, sessions: int) -> float | None:
-    """Return the step of a GPU that receives the whole cache over its link while it reads weights."""
-    held = sessions * server.own_kv_bytes
-    capacity = inputs.planner.capacity_tokens * (inputs.planner.kv_bytes_per_token or 0)
-    if held > capacity * inputs.planner.r_workers_per_host:
-        return None
-    over_link = server.read_share * held / server.gpu.host_bytes_per_second
-    return max(over_link, server.step_seconds(sessions)) * 1e3
+def _streamed(inputs: PlanInputs, server: GpuServer, sessions: int) -> Cell:
+    """Return the cell of a GPU that receives the whole cache over its link while it reads weights."""
+    planner = inputs.planner
+    host = planner.capacity_tokens * (planner.kv_bytes_per_token or 0) * planner.r_workers_per_host
+    most = sessions if sessions * server.own_kv_bytes <= host else int(host / server.own_kv_bytes)
+
+    def step_milliseconds(count: int) -> float:
+        over_link = server.read_share * count * server.own_kv_bytes / server.gpu.host_bytes_per_second
+        return max(over_link, server.step_seconds(count)) * 1e3
+
+    return _cell(sessions, most, step_milliseconds)

@@ -31,7 +31,7 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
     The flags give the dtype of states and the place of absorption.
     """
     dtype = args.mamba_ssm_cache_dtype
-    shape = replace(named_shape(args.model), weight_bits=_kept_bits(args))
+    shape = replace(named_shape(args.model), weight_bits=_kept_bits(args), multiplies_int8=bool(args.quantization))
     shape = shape.with_state_dtype("float32" if dtype == "auto" else dtype)
     if args.latent_absorption == "r" and not shape.latent:
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {shape.name} has none")
@@ -42,6 +42,8 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
 
 def file_bits(args: argparse.Namespace) -> float:
     """Return the bits of a layer's weight in the checkpoint; 0 for those of the model's dtype."""
+    if args.quantization:
+        return FORMATS[args.quantization]
     if args.weights:
         return FORMATS[args.weights]
     return named_shape(args.model).weight_bits if args.model else 0.0
@@ -49,15 +51,19 @@ def file_bits(args: argparse.Namespace) -> float:
 
 def _kept_bits(args: argparse.Namespace) -> float:
     """Return the bits of a layer's weight as the S-worker keeps it: packed on one GPU. Ranks cut plain weights."""
+    if args.quantization:
+        return file_bits(args)
     kept = args.weights in KEPT_PACKED if args.weights else Path(args.model).suffix != ".gguf"
     return file_bits(args) if kept and getattr(args, "tensor_parallel_size", 1) in (None, 1) else 0.0
 
 
 def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]:
-    """Return what is unpacked, and what that takes."""
+    """Return printed lines about the weights: their format, and the memory that they take packed or unpacked."""
     bits = file_bits(args)
     if not bits:
         return ()
+    if shape.multiplies_int8:
+        return (f"linear layers multiply int8 (--quantization int8), {shape.weight_bytes / 1e9:.4g} GB of weights",)
     packed = replace(shape, weight_bits=bits)
     name = args.weights or f"{bits:.3g} bits each"
     if shape.weight_bits:
@@ -71,14 +77,14 @@ def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]
 def check_state_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for ``--state-memory`` if R-workers keep the states."""
     if args.state_memory and args.state_on == "r":
-        raise ConfigError("state_memory: it is for states that lie with the S-worker (state_on s); leave it out")
+        raise ConfigError("state_memory is for states with the S-worker (state_on s); leave it out")
 
 
 def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:
     """Return the profile's model, or the requested one if only its layer count and KV heads differ."""
-    if args.model is None:
-        return profile.shape
-    shape = asked_shape(args)
+    shape = asked_shape(args) if args.model else profile.shape
+    if args.quantization:
+        shape = replace(shape, multiplies_int8=True)
     check_alike(profile, shape)
     return shape
 

@@ -38,13 +38,17 @@ def add_command(commands: Any) -> None:
     _add_workload_group(parser.add_argument_group("workload"))
     group = parser.add_argument_group("model and machine, by name")
     add_machine_flags(group)
-    group.add_argument("--num-r-workers", type=int, metavar="N", help="0: the GPU alone (as many as plan says)")
     group.add_argument(
-        "--r-worker-speeds", metavar="LIST", help="of each R-worker, relative to their mean, such as 1,2,1,2 (equal)"
+        "--num-r-workers", type=int, metavar="N", help="number of R-workers; 0: the GPU alone (as many as plan says)"
     )
     group.add_argument(
+        "--r-worker-speeds", metavar="LIST",
+        help="speed of each R-worker, relative to their mean, such as 1,2,1,2 (equal)",
+    )  # fmt: skip
+    group.add_argument(
         "--seconds-per-moved-token", type=float, metavar="SECONDS",
-        help="of cache, from one R-worker to another (by the model's bytes; without a model nothing moves)",
+        help="time to move one cached token to another R-worker (by the model's bytes; without a "
+            "model nothing moves)",
     )  # fmt: skip
     add_number_flags(parser.add_argument_group("or as measured"))
     add_prefill_flags(parser.add_argument_group("prefill workers"), automatic=False)
@@ -53,23 +57,27 @@ def add_command(commands: Any) -> None:
     add_flags(group, EngineConfig, SCHEDULE)
     add_placing_flags(group, "auto: what takes an R-worker longer to read than S time, or does not fit one")
     add_pipeline_flags(group, automatic=True)
-    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="(the workload's longest)")
+    group.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS",
+        help="most tokens of prompt and output together (the workload's longest)",
+    )  # fmt: skip
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,
-        help="of random prompts, the only ones with tokens (off)",
+        help="reuse the KV cache of random prompts, which alone have tokens (off)",
     )  # fmt: skip
     add_event_flags(parser.add_argument_group("workers that come and go"))
     group = parser.add_argument_group("capacity search")
     group.add_argument(
-        "--slo-tbt-p99",
-        type=float,
-        metavar="SECONDS",
-        help="find the largest request rate at which the P99 time between tokens keeps this limit",
-    )
-    group.add_argument("--slo-delay-p50", type=float, metavar="SECONDS", help="beside it, from arrival to start (2)")
+        "--slo-tbt-p99", type=float, metavar="SECONDS",
+        help="find the largest request rate whose P99 time between tokens meets this limit",
+    )  # fmt: skip
+    group.add_argument(
+        "--slo-delay-p50", type=float, metavar="SECONDS",
+        help="with --slo-tbt-p99: limit of the median time from arrival to start (2)",
+    )  # fmt: skip
     group = parser.add_argument_group("output")
-    group.add_argument("--output-json", metavar="FILE", help="write every figure")
-    group.add_argument("--plot-steps", metavar="PNG", help="draw KV load and seconds of every step")
+    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    group.add_argument("--plot-steps", metavar="PNG", help="file for a picture: KV load and seconds of every step")
     add_common_flags(parser)
     parser.set_defaults(run=run, num_prompts=None, request_rate=None)
 
@@ -166,9 +174,7 @@ def _shown(bar: tqdm, simulator: Simulator) -> bool:
 def _slo(args: argparse.Namespace) -> Slo | None:
     if args.slo_tbt_p99 is None:
         if args.slo_delay_p50 is not None:
-            raise ConfigError(
-                "slo_delay_p50 is half of what a capacity search keeps to: it needs --slo-tbt-p99 beside it"
-            )
+            raise ConfigError("slo_delay_p50 is one of two limits of a capacity search: give --slo-tbt-p99 as well")
         return None
     return Slo(args.slo_tbt_p99) if args.slo_delay_p50 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
 
@@ -183,10 +189,11 @@ def _capacity_line(rate: float, slo: Slo) -> str:
 
 
 def _add_workload_group(group: Any) -> None:
-    group.add_argument("--dataset-name", default="random", choices=DATASETS, help="(random)")
+    group.add_argument("--dataset-name", default="random", choices=DATASETS, help="source of the requests (random)")
     group.add_argument(
         "--dataset-path", metavar="FILE",
-        help="a trace: JSONL with timestamp (seconds), input_length and output_length (tokens) per line",
+        help="trace file: JSONL with timestamp (seconds), input_length and output_length (tokens) per "
+            "line",
     )  # fmt: skip
     add_flags(
         group, WorkloadSpec, (*LENGTHS, *ARRIVALS), num_prompts={"unset": "64; sarathi-…: 512; trace: all"},

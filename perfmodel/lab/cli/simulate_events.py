@@ -20,15 +20,17 @@ def add_event_flags(group: Any) -> None:
     """Add flags for events from a file, or at random."""
     group.add_argument(
         "--events", metavar="FILE",
-        help='JSON lines such as {"seconds": 12.5, "event": "lose", "r_worker": 3}; events are lose, join, drain and '
-        "slow, which has a factor; prefill_worker in place of r_worker",
+        help='file of events, JSON lines such as {"seconds": 12.5, "event": "lose", "r_worker": 3}; '
+            "events are lose, join, drain, and slow with a factor; prefill_worker may replace "
+            "r_worker",
     )  # fmt: skip
     group.add_argument(
-        "--mtbf", type=float, metavar="HOURS", help="lose R-workers at random, each so long after it came in the mean"
-    )
+        "--mtbf", type=float, metavar="HOURS",
+        help="mean time between failures, after which each R-worker is lost at random",
+    )  # fmt: skip
     group.add_argument(
         "--restart-seconds", type=float, metavar="SECONDS",
-        help=f"beside it, from a loss until that R-worker joins again; inf: it does not ({RESTART_SECONDS:g})",
+        help=f"with --mtbf: time until a lost R-worker joins again; inf: never ({RESTART_SECONDS:g})",
     )  # fmt: skip
     group.add_argument(
         "--num-copies", type=int, choices=(1, 2), dest="kv_replicas", default=argparse.SUPPRESS,
@@ -42,7 +44,7 @@ def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], 
     A ConfigError names the bad flag, or the bad line of the file.
     """
     if args.mtbf is None and args.restart_seconds is not None:
-        raise ConfigError("restart_seconds is of R-workers that are lost at random: it needs --mtbf beside it")
+        raise ConfigError("restart_seconds is for R-workers that are lost at random: give --mtbf as well")
     if args.mtbf is not None and not 0 < args.mtbf < math.inf:
         raise ConfigError(f"mtbf must be above 0 hours and finite, not {args.mtbf!r}")
     restart = RESTART_SECONDS if args.restart_seconds is None else args.restart_seconds

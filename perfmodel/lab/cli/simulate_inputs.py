@@ -18,7 +18,7 @@ from fastdecode.core.placing import AskedPlacing
 from fastdecode.perfmodel.lab.cli.bounds import check_context, check_r_workers
 from fastdecode.perfmodel.lab.cli.machine_flags import BARE_FLAGS
 from fastdecode.perfmodel.lab.cli.machine_inputs import read_inputs
-from fastdecode.perfmodel.lab.cli.named_machine import one_gpu
+from fastdecode.perfmodel.lab.cli.named_machine import check_on_cpu, one_gpu
 from fastdecode.perfmodel.lab.cli.planner_inputs import rank_group
 from fastdecode.perfmodel.lab.cli.shape_inputs import asked_shape, check_state_flags, gpu_kv_bytes, named_shape
 from fastdecode.perfmodel.lab.cli.simulate_events import read_timeline
@@ -128,7 +128,7 @@ class SimulationInputs:
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
     """Return the inputs of a simulation. A ConfigError names a missing or bad flag."""
-    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # the engine's own checks and messages
+    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # raises the engine's own errors
     if args.enable_prefix_caching and args.dataset_name != "random":
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
@@ -184,6 +184,7 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     read_drafting(args, None)
     if args.model is None or args.gpu is None:
         raise ConfigError("num_r_workers is 0, the GPU alone: name it and its model, --model mistral-7b --gpu a100")
+    check_on_cpu(args, is_gpu=True)
     shape, group = asked_shape(args), rank_group(args, one_gpu(args.gpu))
     gpu = one_gpu(args.gpu).times(group.size)
     kv_dtype = shape.dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype

@@ -36,19 +36,24 @@ def add_command(commands: Any) -> None:
         description="Runs real configurations of the profile's model here, S-worker on the CPU, and prints for each "
         "the step time that the performance model predicts beside the one measured. Nothing else should run meanwhile.",
     )
-    parser.add_argument("--profile", required=True, metavar="FILE", help="of this machine, by `fastdecode calibrate`")
-    parser.add_argument("--model", required=True, metavar="PATH_OR_ID", help="the model the profile was made with")
-    parser.add_argument("--num-configurations", type=int, metavar="N", help="spread evenly over the grid (all 28)")
+    parser.add_argument(
+        "--profile", required=True, metavar="FILE", help="hardware profile of this machine, from `fastdecode calibrate`"
+    )
+    parser.add_argument("--model", required=True, metavar="PATH_OR_ID", help="model with which the profile was made")
+    parser.add_argument(
+        "--num-configurations", type=int, metavar="N",
+        help="number of configurations, spread evenly over the grid (all 28)",
+    )  # fmt: skip
     parser.add_argument(
         "--ranges", action="store_true",
-        help="of sequences in ranges over two R-workers, in place of the grid and the offline run (off)",
+        help="measure only sequences in ranges over two R-workers, without grid and offline run (off)",
     )  # fmt: skip
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N",
-        help="of N ranks that share this machine's cores, in place of the grid and the offline run (1)",
+        help="measure only N ranks that share this machine's cores, without grid and offline run (1)",
     )  # fmt: skip
-    parser.add_argument("--output-json", metavar="FILE", help="write every figure")
-    parser.add_argument("--plot", metavar="PNG", help="draw measured against predicted step times")
+    parser.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    parser.add_argument("--plot", metavar="PNG", help="file for a picture: measured against predicted step times")
     add_common_flags(parser)
     parser.set_defaults(run=run)
 

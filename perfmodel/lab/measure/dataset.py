@@ -40,12 +40,12 @@ class WorkloadSpec:
 
     dataset_name: str = "random"
     dataset_path: str | None = None
-    random_input_len: int = setting(1024, "of prompts", metavar="TOKENS", least=1, also=("input_len",))
-    random_output_len: int = setting(128, "of outputs", metavar="TOKENS", least=1, also=("output_len",))
-    random_range_ratio: float = setting(0.0, "lengths within ± this part", metavar="R")
-    random_prefix_len: int = setting(0, "shared by all prompts", metavar="TOKENS")
-    num_prompts: int = setting(64, "requests", metavar="N", least=1)
-    request_rate: float = setting(math.inf, "arrivals per second", metavar="RATE", unset="inf: all at once")
+    random_input_len: int = setting(1024, "length of random prompts", metavar="TOKENS", least=1, also=("input_len",))
+    random_output_len: int = setting(128, "length of random outputs", metavar="TOKENS", least=1, also=("output_len",))
+    random_range_ratio: float = setting(0.0, "random lengths vary by ± this part", metavar="R")
+    random_prefix_len: int = setting(0, "tokens at the start that all random prompts share", metavar="TOKENS")
+    num_prompts: int = setting(64, "number of requests", metavar="N", least=1)
+    request_rate: float = setting(math.inf, "requests that arrive per second", metavar="RATE", unset="inf: all at once")
     burstiness: float = setting(
         1.0, "shape of the gamma distribution of the gaps between arrivals: 1 is Poisson's, less makes bursts, more "
         "evens them", metavar="SHAPE",

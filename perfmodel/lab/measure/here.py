@@ -35,14 +35,17 @@ def cpu_here() -> CpuHost:
     return CpuHost(f"this machine ({cpu_name()})", 1, threads, reading, available_memory_bytes(), holds_gpu=True)
 
 
-def gpu_here() -> tuple[Gpu, bool]:
-    """Measure this machine's S-worker device; return its figures, and True for a GPU, False for the CPU."""
-    found = measure_device()
-    return _as_gpu(found), found.is_gpu
+def gpu_here(multiplies_int8: bool = False) -> tuple[Gpu, bool]:
+    """Measure this machine's S-worker device; return its figures, and True for a GPU, False for the CPU.
+
+    ``multiplies_int8``: a CPU's linear layers multiply int8.
+    """
+    found = measure_device(multiplies_int8)
+    return _as_gpu(found, "int8" if multiplies_int8 else "bfloat16"), found.is_gpu
 
 
-def _as_gpu(found: DeviceSpeed) -> Gpu:
+def _as_gpu(found: DeviceSpeed, multiplied: str) -> Gpu:
     reading = Figure(found.bytes_per_second, 1.0, True, f"{MEASURED}: reading on {found.name}")
-    flops = Figure(found.flops_per_second, 1.0, True, f"{MEASURED}: bfloat16 products on {found.name}")
+    flops = Figure(found.flops_per_second, 1.0, True, f"{MEASURED}: {multiplied} products on {found.name}")
     name = f"this machine's {found.name}" if found.is_gpu else f"this machine's CPU ({found.name}), for want of a GPU"
     return Gpu(name, flops, reading, reading, found.memory_bytes, found.host_bytes_per_second)

@@ -30,10 +30,12 @@ def add_prefill_flags(group: Any, automatic: bool) -> None:
     """Add the flags of prefill workers. ``automatic``: allow "auto" as their number."""
     group.add_argument(
         "--num-prefill-workers", type=_auto_count if automatic else _count, metavar="N",
-        help="that compute prompts in place of the S-worker (none)" + ("; auto: as many as keep up" * automatic),
+        help="number of workers that compute prompts (none)" + ("; auto: as many as keep up" * automatic),
     )  # fmt: skip
-    group.add_argument("--prefill-gpu", metavar="NAME", help="of each of them (the S-worker's)")
-    group.add_argument("--prefill-link", metavar="RATE", help=f"between them, such as 300GB ({DEFAULT_LINK})")
+    group.add_argument("--prefill-gpu", metavar="NAME", help="GPU of each prefill worker (the S-worker's)")
+    group.add_argument(
+        "--prefill-link", metavar="RATE", help=f"bandwidth between prefill workers, such as 300GB ({DEFAULT_LINK})"
+    )
 
 
 def prefill_forecast(args: argparse.Namespace) -> Forecast | None:

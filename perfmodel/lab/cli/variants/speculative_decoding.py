@@ -30,11 +30,12 @@ def add_speculation_flags(group: Any) -> None:
     """Add the flags of drafts: the method, and the acceptance."""
     group.add_argument(
         "--speculative-config", type=json_object, default={}, metavar="JSON",
-        help='as the engine takes it, such as {"method": "ngram", "num_speculative_tokens": 4} (none)',
+        help='drafts, as for the engine, such as {"method": "ngram", "num_speculative_tokens": 4} '
+            "(none)",
     )  # fmt: skip
     group.add_argument(
         "--acceptance-rate", type=float, metavar="A",
-        help="probability that a draft token is accepted where those before it were",
+        help="probability that a draft token is accepted if all earlier ones were",
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
         return args
     number = 1
     if args.model and args.gpu and not args.profile:
-        shape, gpu = asked_shape(args), one_gpu_or_cpu(args.gpu)
+        shape, gpu = asked_shape(args), one_gpu_or_cpu(args.gpu, bool(args.quantization))
         number = fewest_gpus(shape, gpu) or 1
         if number > 1:  # ranks cut plain weights
             number = fewest_gpus(replace(shape, weight_bits=0.0), gpu) or 1
