@@ -181,8 +181,7 @@ class Spin:
     """Waits busily, since waking a sleeping process takes about 0.1 ms on a virtual machine.
 
     The thread yields its core after every look. If another thread uses the core meanwhile, this thread rests: it does
-    not spin for a while. Rests grow while the core stays shared, and shrink again once disturbances are rare. So no
-    setting has to say which processes share cores. ``now``: the clock, in seconds.
+    not spin for a while. Rests grow while the core stays shared, so no setting has to say which processes share cores.
     """
 
     def __init__(self, most_seconds: float = SPIN_SECONDS, now: Callable[[], float] = time.perf_counter) -> None:
@@ -208,6 +207,6 @@ class Spin:
     def _rest(self, now: float) -> None:
         """Rest from ``now`` on: twice as long if the last rest ended just before, half as long if it ended long ago."""
         again = now - self._rests_until < 4 * self._rest_seconds
-        least, most = REST_SECONDS
-        self._rest_seconds = min(2 * self._rest_seconds, most) if again else max(self._rest_seconds / 2, least)
+        wanted = self._rest_seconds * (2 if again else 0.5)
+        self._rest_seconds = min(max(wanted, REST_SECONDS[0]), REST_SECONDS[1])
         self._rests_until = now + self._rest_seconds

@@ -82,9 +82,8 @@ class PayloadSlots:
         if found is None:
             spec = self._layers[layer]
             key = (mini_batch, _shapes_of(spec))
-            if key not in self._views:
-                self._views[key] = self._make_views(mini_batch, spec)
-            found = self._of_layer[mini_batch, layer] = self._views[key]
+            found = self._views.get(key) or self._make_views(mini_batch, spec)
+            self._views[key] = self._of_layer[mini_batch, layer] = found
         return found
 
     def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
