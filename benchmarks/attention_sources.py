@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.run.random_prompts import RandomPrompts
+from fastdecode.perfmodel.lab.measure.decode_rig import random_prompts
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def measure(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[
         prompt = rng.integers(0, engine.s_model.vocab_size, context_len).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params if number else asking)
     asked, engine.in_flight.asking = engine.in_flight.asking, set()
-    with engine.world.computed_by(RandomPrompts):
+    with random_prompts(engine.world):
         while engine.scheduler.snapshot().num_waiting or len(engine.scheduler.snapshot().sequences) < num_seqs:
             engine.step()
         engine.step()

@@ -30,16 +30,15 @@ from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan
-from fastdecode.engine.compose.setup import profile_steps
+from fastdecode.engine.compose.timed_steps import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
-from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.sequence import Sizes, TokenSequence
 
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:

@@ -25,7 +25,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, StepReport, Verb, WorkerPlan
-from fastdecode.engine.compose.ways import check_ways
+from fastdecode.engine.compose.setup import check_ways
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
 

@@ -35,6 +35,7 @@ class Audit:
     """The pool's audit, which the pool tells of each step; this one audits nothing. ``num_rows``: rows compared."""
 
     num_rows = 0
+    is_on = False
 
     def open(self, layout: KVLayout, infos: Sequence[RWorkerInfo], ask: Ask) -> None:
         """Prepare audits of the R-workers ``infos``, which have just been opened; ``ask`` sends them questions."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastdecode.core.auditing import AuditMode, AuditQuestion, num_nodes
-from fastdecode.core.types import SPLIT_TOKENS, MiniBatchRoutes, SpanMode, StepPlan, count_rows
+from fastdecode.core.routes import count_rows
+from fastdecode.core.types import SPLIT_TOKENS, MiniBatchRoutes, SpanMode, StepPlan
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from fastdecode.cluster.wire.auditing import MOST_QUESTIONS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT
 from fastdecode.core.auditing import AuditAnswer, AuditMode, AuditQuestion, answer_bytes
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.routes import is_empty
 from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan, best_common_isa
 from fastdecode.kinds.layout import KVLayout
 
@@ -29,6 +30,8 @@ class RandomAudit(Audit):
     With a second copy, its holder attends the row again. Otherwise this process does, over the keys and values that the
     row's own R-worker returns. Every asked R-worker also compares the blocks that the row reads with their checksums.
     """
+
+    is_on = True
 
     def __init__(self, fraction: float, seed: int) -> None:
         """``fraction``: of the pairs of a row and a layer; above 0, up to 1."""
@@ -71,7 +74,7 @@ class RandomAudit(Audit):
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
         self.abandon()
-        self._num_open = sum(any(not each.is_empty for each in mini_batch.workers) for mini_batch in routes)
+        self._num_open = sum(any(not is_empty(each) for each in mini_batch.workers) for mini_batch in routes)
         for row in self._chooser.choose(plan, routes):
             self._rows.setdefault((row.mini_batch, row.question.layer), []).append(row)
 

@@ -14,13 +14,14 @@ from typing import TypeVar
 import numpy as np
 
 from fastdecode.cluster.pool.audit import Verdict, Wait
-from fastdecode.cluster.pool.disks import Disk
 from fastdecode.cluster.pool.members import PoolMembers
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.auditing import AuditQuestion
 from fastdecode.core.errors import BackendError, DamagedError, WorkerLostError
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
@@ -46,12 +47,17 @@ class PoolBackend(PoolMembers):
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
 
+    @property
+    def _is_empty(self) -> bool:
+        return all(isinstance(worker, LostWorker) for worker in self.workers)
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        return super().admit(vacant, most) if self._newcomers or self._returns else {}
+
     def set_audit(self, fraction: float, seed: int) -> None:
         """Audit a ``fraction`` of all rows; 0 audits none. Call this before ``open``."""
         if fraction > 0:
-            from fastdecode.cluster.pool.auditing import RandomAudit
-
-            self.audit = RandomAudit(fraction, seed)
+            self.audit = optional("audit").RandomAudit(fraction, seed)
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         infos = super().open(layout)
@@ -83,14 +89,16 @@ class PoolBackend(PoolMembers):
                     self._failed(index, "the step's plan", error)
             self._blame(Verdict(*each) for each in self._suspects.items())
             self._suspects.clear()
-            self.audit.begin(plan, routes)
+            if self.audit.is_on:
+                self.audit.begin(plan, routes)
         except BaseException:
             self.abandon_step()
             raise
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self._submitted[mini_batch, layer] = time.perf_counter()
-        self.audit.sent(mini_batch, layer, q)
+        if self.audit.is_on:
+            self.audit.sent(mini_batch, layer, q)
         for index, arrays in self._rows[mini_batch].scatter(layer, q, k, v):
             try:
                 self.workers[index].submit(mini_batch, layer, arrays)
@@ -118,7 +126,8 @@ class PoolBackend(PoolMembers):
                 self.workers[index].share(mini_batch, rows.layer, counts)
             except FAILURES as error:
                 self._failed(index, "what its ranges pick", error)
-        self.audit.arrived(mini_batch, rows, o)
+        if self.audit.is_on:
+            self.audit.arrived(mini_batch, rows, o)
         return o
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
@@ -127,7 +136,7 @@ class PoolBackend(PoolMembers):
 
     def end_step(self) -> StepReport:
         before = self.audit.num_rows
-        verdicts = self.audit.verdicts()
+        verdicts = self.audit.verdicts() if self.audit.is_on else []
         self._blame(verdicts)
         for index in range(len(self.workers)):
             try:
@@ -229,7 +238,7 @@ class PoolBackend(PoolMembers):
                 "again. Prefixes that were parked since it came may be wrong: fastdecode cache drop", gone.name,
             )  # fmt: skip
         else:
-            self._expect(gone)
+            self._expect(gone, self._is_empty)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)

@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.cluster.pool.audit import Audit
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
-from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
 from fastdecode.cluster.pool.worker import Joined, LostWorker, PoolWorker
 from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
+from fastdecode.core.optional import optional
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
@@ -41,8 +41,8 @@ class PoolMembers:
         self._returns: Returns | None = None
         self._arithmetic = Arithmetic()
         self._layout = self._told = KVLayout((), "float32", "float32")
-        self._keeper: StateKeeper | None = None
-        self._parts: LayerParts | None = None
+        self._keeper: Any = None
+        self._parts: Any = None
         self._blocks: dict[int, tuple[int, int]] = {}
         self.audit = Audit()
         self._hosts: dict[str, str] = {}
@@ -57,15 +57,15 @@ class PoolMembers:
         """Reconnect to lost R-workers that can return, from now on. Call this before ``open``."""
         self._takes_back = True
 
-    def keep_states(self, keeper: StateKeeper) -> None:
-        """Let ``keeper`` keep recurrent states in this process, one cache per R-worker. Call this before ``open``."""
+    def keep_states(self, keeper: Any) -> None:
+        """Let ``keeper``, a ``StateKeeper``, keep recurrent states in this process. Call this before ``open``."""
         self._keeper = keeper
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self._layout = self._told = layout
         self._step_shape = (0, len(layout.layers))
         if self._keeper:
-            self._parts = LayerParts.of(layout)
+            self._parts = optional("state pairs").LayerParts.of(layout)
             self._told = self._parts.attention
         try:
             infos = self._open_all(self._told)
@@ -91,7 +91,7 @@ class PoolMembers:
         """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
         if not self._keeper or not self._parts:
             return worker, info
-        return self._keeper.pair(worker, self._parts), paired_info(info)
+        return self._keeper.pair(worker, self._parts), optional("state pairs").paired_info(info)
 
     def _leave_unopened(self) -> None:
         """Close the pool after an R-worker could not be opened."""
@@ -125,10 +125,10 @@ class PoolMembers:
         """Return whether ``open`` continues without a lost ``worker``, since it may return."""
         return self._takes_back and self._anew(worker, False) is not None
 
-    def _expect(self, gone: PoolWorker) -> None:
-        """Try to open the lost worker ``gone`` again in the background, if it can return."""
-        gone = gone.r_worker if isinstance(gone, StatePair) else gone
-        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+    def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
+        """Try to open the lost worker ``gone`` again in the background, if it can return. ``is_last``: none is left."""
+        gone = getattr(gone, "r_worker", gone)  # of a ``StatePair``
+        if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)
 
@@ -206,10 +206,6 @@ class PoolMembers:
     def blocks_used(self) -> int:
         """Number of cache blocks in use on all R-workers together at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
-
-    @property
-    def _is_empty(self) -> bool:
-        return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
         """Return the error for a pool without R-workers: a NoRWorkerError if another may join or return."""

@@ -12,8 +12,7 @@ import numpy as np
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.pool.audit import audit_by
 from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
-from fastdecode.cluster.pool.disks import Disk, RemoteDisk
-from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.remote_stores import Disk, RemoteDisk, RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.weighing import weigh_by
 from fastdecode.cluster.pool.worker import PoolWorker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
@@ -16,7 +16,7 @@ from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.pool.remote_journal import RemoteJournal
+    from fastdecode.cluster.pool.remote_stores import RemoteJournal
 
 
 class PoolWorker:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from fastdecode.cluster.r_worker.audits import AuditDoor
 from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.move_door import MoveDoor
-from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.r_worker.weigh_door import WeighDoor
@@ -38,10 +37,8 @@ from fastdecode.cluster.wire.messages import (
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.errors import CapacityError, DamagedError, FrameError
+from fastdecode.core.optional import optional
 from fastdecode.kinds.latent import FRAME_BYTES
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -70,8 +67,8 @@ class Session:
         self.leaving = False
         self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
-        self._kv_port: KvPort | None = None
-        self._park_door: ParkDoor | None = None
+        self._kv_port: Any = None
+        self._park_door: Any = None
         self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
         self._heard = time.monotonic()
@@ -186,7 +183,7 @@ class Session:
         self._handlers |= self._move_door.handlers
         park = self._host.park
         if park:
-            self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
+            self._park_door = optional("park door").ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers

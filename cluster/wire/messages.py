@@ -62,6 +62,9 @@ CLOCK = struct.Struct("<d")
 R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
 """Kinds of workers that send JOIN."""
 
+ANSWER = "fastdecode prefill-worker: "
+"""The beginning of the line in which a started prefill worker prints its address."""
+
 
 def _one_of(choices: Iterable[str]) -> Meta:
     return Meta(pattern=f"^({'|'.join(choices)})$")

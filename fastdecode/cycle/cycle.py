@@ -24,13 +24,17 @@ class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
     ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
-    the step itself.
+    the step itself. ``rests``: True while ``before`` has nothing to do.
     """
 
     s_seconds = wait_seconds = 0.0
+    rests = False
+
+    def joined(self, worker: int) -> None:
+        """Handle the R-worker that has joined as index ``worker``."""
 
     def before(self, cycle: Cycle) -> None:
-        """Do this companion's pending work between two steps; Ctrl-C does not interrupt it."""
+        """Do this companion's pending work between two steps, unless it rests; Ctrl-C does not interrupt it."""
 
     def prepare(self, cycle: Cycle) -> None:
         """Do this companion's pending work right before a step is scheduled; Ctrl-C may interrupt it."""
@@ -145,21 +149,26 @@ class Cycle(Generic[T]):
 
     def _before(self) -> None:
         for companion in self.companions:
-            companion.before(self)
+            if not companion.rests:
+                companion.before(self)
 
     def _begin(self) -> ScheduledStep:
         """Schedule a step and send it to the R-workers. If they refuse it, its controls stay pending."""
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
-            awaits = len(self.scheduler.remote_prompts) or self.scheduler.queue.num_aside
-            if not step.num_tokens and not step.arrived and not awaits:
+            if not step.num_tokens and not step.arrived and not self._awaits:
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             self._tell_world(step)
             for companion in self.companions:
                 companion.begun(step)
             self.requests.begun(step, self.world.now())
         return step
+
+    @property
+    def _awaits(self) -> bool:
+        """True while prefill workers compute prompts, or sequences wait for parked prefixes."""
+        return len(self.scheduler.remote_prompts) > 0 or self.scheduler.queue.num_aside > 0
 
     def _compute(self, step: ScheduledStep) -> T:
         try:

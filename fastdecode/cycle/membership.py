@@ -41,6 +41,8 @@ class Membership(Companion):
         newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
         for index, newcomer in newcomers.items():
             self._join(cycle.scheduler, index, newcomer)
+            for companion in cycle.companions:
+                companion.joined(index)
         return bool(newcomers)
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:

@@ -92,3 +92,9 @@ class Attending(LayerKind, frozen=True):
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         return key_bytes(self.key_head_dim, kv_dtype), row_bytes(self.stored_value_dim, kv_dtype)
+
+
+class Dense(Attending, frozen=True, tag="dense"):
+    """A layer whose cache holds keys and values of each token and KV head."""
+
+    kind = "dense"
