@@ -91,7 +91,7 @@ def make_model(folder: Path) -> None:
 def run_once(llm: LLM, seed: int, fault: str, every: int) -> tuple[int, int]:
     """Return the audited rows until the victim is named, and the number of cells. Raise RuntimeError for a wrong name.
 
-    The rows are those of the victim's answers if its results are wrong, and all since the bit flipped if its memory is.
+    If its results are wrong, only rows that the victim answered count; else all rows since the bit flipped.
     A cell is a pair of a sequence and a layer.
     """
     engine, rng = llm.llm_engine, random.Random(seed)

@@ -30,7 +30,7 @@ SHARES = {
     "report": 110,
 }
 SHARES |= {"refusal": 90, "welcome": 110, "held": 30, "parking": 45, "chain-file": 5, "join": 50, "plan": 140}
-SHARES |= {"header": 100}
+SHARES |= {"header": 100, "weigh": 60, "audit": 60}
 SHARES |= {"prompt": 40, "prefill-answers": 40}
 """Thousandths of the inputs; an input of the first is some twenty frames, and takes 500 times as long as a header."""
 

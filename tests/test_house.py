@@ -34,7 +34,7 @@ CEILINGS = {
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 597,
-    "docstrings that are fragments": 20,
+    "docstrings that are fragments": 18,
 }
 
 FRAGMENT = re.compile(

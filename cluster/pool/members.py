@@ -88,7 +88,7 @@ class PoolMembers:
             self._newcomers.exclude(name)
 
     def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
-        """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
+        """Return ``worker`` and its ``info``, joined with this process's keeper of recurrent states if there is one."""
         if not self._keeper or not self._parts:
             return worker, info
         return self._keeper.pair(worker, self._parts), optional("state pairs").paired_info(info)

@@ -26,11 +26,12 @@ def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQue
 
 
 def check_forks(worker: _rworker.RWorker, controls: np.ndarray) -> None:
-    """Raise DamagedError if blocks that FORK controls are about to share differ from their checksums.
-    ``controls``: CONTROL [num_controls].
+    """Raise DamagedError if blocks of prefixes that sequences begin from differ from their checksums.
+    ``controls``: CONTROL [num_controls]. Kept prefixes have negative ids; running sequences are audited instead.
     """
     for _, _, source, num_tokens in controls[controls["verb"] == Verb.FORK].tolist():
-        check_memory(worker, source, num_tokens)
+        if source < 0:
+            check_memory(worker, source, num_tokens)
 
 
 def check_memory(worker: _rworker.RWorker, sequence_id: int, num_tokens: int) -> None:

@@ -15,7 +15,10 @@ from fastdecode.core.types import SpanMode
 
 @dataclass(frozen=True)
 class Faults:
-    """Flip one bit in one of ``every_block`` stored blocks, and in one of ``every_row`` results; 0 means never."""
+    """Rates of flipped bits: once in every N stored blocks, and once in every M rows of results; 0 means never.
+
+    N is ``every_block`` and M is ``every_row``.
+    """
 
     every_block: int = 0
     every_row: int = 0

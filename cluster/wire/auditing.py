@@ -20,7 +20,7 @@ MOST_QUESTIONS = 256
 
 
 def encode_questions(asked: Sequence[AuditQuestion]) -> list[bytes | np.ndarray]:
-    """Return the parts of AUDIT: the numbers of each question, and the queries of those that attend."""
+    """Return the parts of AUDIT: the numbers of each question, and all queries."""
     numbers = [(int(each.mode), each.sequence_id, each.layer, each.position, each.num_tokens) for each in asked]
     queries = [each.query.reshape(-1) for each in asked if each.query is not None]
     parts: list[bytes | np.ndarray] = [np.array(numbers, QUESTION).tobytes()]

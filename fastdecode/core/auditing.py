@@ -34,8 +34,8 @@ class AuditMode(IntEnum):
 @dataclass(frozen=True, eq=False)
 class AuditQuestion:
     """A question about one row in one layer of an R-worker's sequence ``sequence_id``.
-    ``position``: the row's position in that sequence, or segment. ``num_tokens``: tokens stored, those of the open step
-    included. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
+    ``position``: the row's position in that sequence, or segment. ``num_tokens``: tokens stored, with the tokens of the
+    open step. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
     """
 
     mode: AuditMode

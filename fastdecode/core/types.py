@@ -228,8 +228,9 @@ class WorkerReport:
 class StepReport:
     """The reports of all R-workers for one step, in worker order.
 
-    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: those of ``lost``
-    that an audit found at fault. ``is_doubtful``: cached tokens anywhere may be wrong. ``num_audited``: rows compared.
+    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: lost
+    R-workers that an audit found at fault. ``is_doubtful``: cached tokens anywhere may be wrong. ``num_audited``: rows
+    compared.
     """
 
     workers: tuple[WorkerReport, ...]

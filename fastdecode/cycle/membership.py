@@ -94,7 +94,7 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            # True if the transfer is over, since it has copied its last piece
+            # A transfer ends with its last piece; until then the next pass continues it
             ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends

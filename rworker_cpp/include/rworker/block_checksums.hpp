@@ -18,7 +18,7 @@ class BlockChecksums {
     void set(std::int32_t block, std::int64_t layer, std::uint32_t lives, std::span<const std::uint8_t> bytes);
     /// True where the block has no checksum, or `bytes` still have it.
     bool holds(std::int32_t block, std::int64_t layer, std::uint32_t lives, std::span<const std::uint8_t> bytes) const;
-    /// Forgets the checksums of a block of which a part will be written again.
+    /// Forgets the checksums of a block that will be written again in part.
     void forget(std::int32_t block);
 
   private:
