@@ -91,8 +91,8 @@ class DecodeRig:
 @contextlib.contextmanager
 def random_prompts(world: LiveWorld) -> Iterator[None]:
     """Within the context, let all ranks fill caches with random keys and values instead of computing prompts."""
-    own, lead = world.s_worker, {"lead": partial(world.ranks.lead, by="random")} if world.ranks else {}
-    world.s_worker = RandomPrompts(own.code, own.layout, own.backend, own.clock, **lead)
+    own, lead = world.s_worker, partial(world.ranks.lead, by="random") if world.ranks else None
+    world.s_worker = RandomPrompts(own.code, own.layout, own.backend, own.clock, lead=lead)
     try:
         yield
     finally:
