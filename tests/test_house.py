@@ -29,7 +29,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 39_900,
-    "lines of the product": 68_480,
+    "lines of the product": 68_940,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
