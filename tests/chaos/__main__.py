@@ -19,7 +19,7 @@ from typing import Any
 from chaos.configuration import KINDS, SMALL, Configuration, draw
 
 FAULTS = ("exception", "tokens", "sources", "blocks", "negative-free", "lost-count", "left", "hang")
-COUNTS = ("kills", "drains", "joins", "preemptions", "sequences", "tokens", "different", "missed")
+COUNTS = ("kills", "drains", "joins", "preemptions", "woken", "not woken", "sequences", "tokens", "different", "missed")
 ROUND_SECONDS = 240
 
 
