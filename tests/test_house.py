@@ -20,13 +20,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 353,
-    "lines that serving imports": 52_750,
-    "lines of the product": 67_360,
+    "modules that serving imports": 354,
+    "lines that serving imports": 52_950,
+    "lines of the product": 67_540,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 604,
+    "module constants": 606,
     "docstrings that are fragments": 20,
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
-from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair, paired_info
+from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
@@ -80,7 +80,7 @@ class PoolMembers:
         """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
         if not self._keeper or not self._parts:
             return worker, info
-        return self._keeper.pair(worker, self._parts), paired_info(info)
+        return self._keeper.pair(worker, info, self._parts)
 
     def _leave_unopened(self) -> None:
         """Close the pool after an R-worker could not be opened."""
