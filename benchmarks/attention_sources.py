@@ -1,4 +1,4 @@
-"""What one request of many that asks for attention sources costs: python benchmarks/attention_sources.py MODEL
+"""The cost of attention sources for one request among many: python benchmarks/attention_sources.py MODEL
 
 Caches are filled with random prompts. Then decode steps alternate: in every second one a single sequence asks. It
 prints the ratio of the two medians, that of pairs of steps, and the time that the second pass itself takes.

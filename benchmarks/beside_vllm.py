@@ -58,7 +58,7 @@ class Worker:
     """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
-        # One length for all contexts: vLLM compiles anew for another
+        # All contexts have one length, since vLLM compiles anew for another.
         own = {"max_model_len": shape.longest} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         caches = Path(python).parent.parent / "compiled"
@@ -104,7 +104,7 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
     It computes one prompt, and copies keys and values to the cache of each sequence.
     """
     threads = len(os.sched_getaffinity(0))
-    context = shape.rows * (shape.prompt + shape.steps)  # each sequence has a cache of its own
+    context = shape.rows * (shape.prompt + shape.steps)  # Each sequence has its own cache.
     words = [str(PEERS / "llama" / "bin" / "llama-batched-bench"), "-m", gguf, "-c", str(context), "-b", "2048"]
     words += ["-npp", str(shape.prompt), "-ntg", str(shape.steps), "-npl", str(shape.rows), "-t", str(threads)]
     words += ["-pps", "-fa", "on", "-ctk", cache, "-ctv", cache, "--output-format", "jsonl"]
@@ -127,7 +127,7 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
     theirs = {"dtype": "bfloat16", "enforce_eager": args.eager}
     if "bfloat16" in args.kinds:
         engines[f"{args.peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
-    if "int8" in args.kinds and not args.experts:  # it has no W8A8 of experts on CPUs
+    if "int8" in args.kinds and not args.experts:  # vLLM has no W8A8 of experts on CPUs.
         w8a8 = write_w8a8(plain, MODELS / f"{Path(plain).name}-w8a8")
         for cache in args.caches or ["auto", "fp8"]:
             settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
@@ -144,7 +144,7 @@ def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitSta
         try:
             worker.wait()
             found[name] = worker.rate
-        except RuntimeError as error:  # not every build has every cache
+        except RuntimeError as error:  # Not every build supports every cache dtype.
             print(f"{name} does not run: {str(error).splitlines()[-1][:200]}", flush=True)
     if args.peer == "llama":
         gguf = write_gguf(plain, MODELS / f"{Path(plain).name}.gguf")
@@ -176,7 +176,7 @@ def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
 
 
 def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
-    """Start each of the peer's engines once, one after another, so that its compiled code lies in its cache."""
+    """Start each of the peer's engines once, one after another, so that its compiled code is in its cache."""
     for name, words in engines_of(args, plain, shape).items():
         if words[1] != "vllm":
             continue

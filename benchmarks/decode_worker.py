@@ -1,4 +1,4 @@
-"""One engine that decodes when it is told to: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
+"""One engine that decodes on request: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
 
 It computes the prompts and prints READY. Each line on stdin is a number of steps; it answers with tokens per second.
 """

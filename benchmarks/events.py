@@ -85,7 +85,7 @@ class Rig:
         warm_up(self.engine, self.items)
 
     def live(self, events: list[WorkerEvent]) -> tuple[Outcome, ThroughputRun]:
-        """All requests, from an idle engine whose R-workers are all there."""
+        """Run all requests on an idle engine whose R-workers are all there."""
         self.engine.close()
         self.open(self.args.folder)
         self.engine.replace_scheduler(self.new_scheduler())
@@ -94,11 +94,11 @@ class Rig:
         return Outcome(_rate(run.steps, run.elapsed_seconds), _recomputed(run.steps, self.items)), run
 
     def new_scheduler(self) -> Scheduler:
-        """As the engine's, with the price of moves that stand-ins have."""
+        """Return a scheduler like the engine's, with the price of moves that stand-ins have."""
         return self.engine.scheduler.with_limits(self.limits)
 
     def simulated(self, machine: SplitMachine, events: list[WorkerEvent]) -> Outcome:
-        """The same requests and events."""
+        """Run the same requests and events in simulated time."""
         steps: list[StepRecord] = []
         simulator = Simulator(self.new_scheduler(), machine, steps.append, events=Timeline(events))
         requests = [SimulatedRequest(item.prompt_token_ids, item.output_len) for item in self.items]
@@ -108,8 +108,10 @@ class Rig:
         return Outcome(_rate(steps, simulator.now_seconds), _recomputed(steps, self.items), pauses)
 
     def measured_machine(self, steps: Sequence[StepRecord]) -> SplitMachine:
-        """S time by rows, host time, the delay of each call and what copies took, as the last run shows them in
-        ``steps``; R-workers as they are set."""
+        """Return a machine by the last run's ``steps``: S time by rows, host time, delays of calls and times of copies.
+
+        Its R-workers are as set.
+        """
         rows = np.array([step.num_tokens for step in steps])
         s_seconds, host = (np.array([getattr(step, name) for step in steps]) for name in ("s_seconds", "host_seconds"))
         few = rows <= np.median(rows)
@@ -134,21 +136,21 @@ def _rate(steps: Sequence[StepRecord], seconds: float) -> float:
 
 
 def _recomputed(steps: Sequence[StepRecord], items: Sequence[WorkItem]) -> int:
-    """Rows beyond those of each token once."""
+    """Return the computed rows beyond one per token."""
     needed = sum(len(item.prompt_token_ids) + item.output_len - 1 for item in items)
     return sum(step.num_tokens for step in steps) - needed
 
 
 @dataclass(frozen=True)
 class Sets:
-    """The events of each set, in ``length`` seconds."""
+    """Named sets of events within ``length`` seconds."""
 
     length: float
     hour: float
 
     @cached_property
     def all(self) -> dict[str, list[WorkerEvent]]:
-        """By name."""
+        """The events of each set by its name."""
         return {"hourly": [*self._hourly()], "burst": [*self._burst()], "mixed": self._mixed()}
 
     def _hourly(self) -> Iterator[WorkerEvent]:
@@ -171,7 +173,7 @@ class Sets:
 
 
 def main() -> None:
-    """Print live and simulated figures of each set; exits 1 where tokens/s differ by more than the mark."""
+    """Print live and simulated figures of each set; exit 1 where tokens/s differ by more than the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", metavar="FILE", help="in place of the sets here")
     parser.add_argument("--sets", default="hourly,burst,mixed", help="(hourly,burst,mixed)")
@@ -221,7 +223,7 @@ def _compare(rig: Rig) -> bool:
 
 
 def _report(rig: Rig, name: str, events: list[WorkerEvent], live: Outcome, machine: SplitMachine) -> bool:
-    """Live and simulated figures; True where these miss the mark."""
+    """Print live and simulated figures; return True where they differ by more than the limit."""
     twin = rig.simulated(machine, events)
     ratio = twin.tokens_per_second / live.tokens_per_second
     missed = abs(ratio - 1) > MARK

@@ -34,9 +34,10 @@ LLAMA_7B = {
 
 
 class AtOnce(StandInBackend):
-    """Ready as soon as it is asked; its zeros are made once, as a real R-worker's o is in memory already.
+    """A stand-in whose answers are ready at once.
 
-    Like the stand-in it keeps no keys and values, and so refuses to export and import.
+    Its zeros are made once, as a real R-worker's o is in memory already. Like the stand-in it keeps no keys and values,
+    and so refuses to export and import.
     """
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -71,7 +72,7 @@ class Step:
 def make_engine(
     folder: str, rows: int, num_mini_batches: int, device: str = "cuda", enforce_eager: bool = False
 ) -> LLMEngine:
-    """An engine for up to ``rows`` sequences, its weights made on the device."""
+    """Return an engine for up to ``rows`` sequences, with weights made on the device."""
     config = EngineConfig(
         model=folder,
         load_format="dummy",
@@ -87,14 +88,14 @@ def make_engine(
 
 
 def step_of(engine: LLMEngine, rows: int, steps: int) -> Step:
-    """One run; its first and last decode steps do not count."""
+    """Run once; the first and last decode steps do not count."""
     middle = [step for step in decode(engine, rows, steps).steps if step.is_decode][1:-1]
     names = ("wall_seconds", "s_seconds", "wait_seconds", "host_seconds")
     return Step(*(statistics.median(getattr(step, name) for step in middle) for name in names))
 
 
 def bare_seconds(engine: LLMEngine, rows: int) -> float:
-    """One pass through every linear layer of the model (the head too), on the device's own clock."""
+    """Return the seconds of one pass through every linear layer, with the head, by the device's own clock."""
     linears = [module for module in engine.s_model.model.modules() if isinstance(module, torch.nn.Linear)]
     weight = linears[0].weight
     inputs = {
@@ -112,7 +113,7 @@ def bare_seconds(engine: LLMEngine, rows: int) -> float:
 
 
 Kind = tuple[int, bool]
-"""Mini-batches, and whether without CUDA graphs."""
+"""The number of mini-batches, and whether CUDA graphs are off."""
 
 
 def report(engines: dict[Kind, LLMEngine], rows: int, rounds: int, steps: int) -> None:

@@ -20,7 +20,7 @@ SHAPES = ((4096, 1024), (1024, 2816), (4096, 4096))
 
 
 def best_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Smallest CPU time of each way, measured in turns."""
+    """Return the least CPU time of each function, measured in turns."""
     found = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for name, way in ways.items():

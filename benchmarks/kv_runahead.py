@@ -73,17 +73,17 @@ What explains the difference:
 
 @dataclass(frozen=True)
 class Launched:
-    """Products at so many seconds per row, or the floor where that is more."""
+    """Products that take a fixed time per row, or the least time where that is more."""
 
     row_seconds: float
     floor_seconds: float
 
     def layer_seconds(self, rows: float) -> float:
-        """Of one layer."""
+        """Return the seconds of one layer."""
         return max(self.floor_seconds, rows * self.row_seconds)
 
     def head_seconds(self, rows: float) -> float:
-        """Within the floor."""
+        """Return 0: the least time includes the head."""
         return 0.0
 
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def fit() -> tuple[float, float]:
-    """Seconds per token and per pair of Llama 7B, the least squares of relative errors."""
+    """Return seconds per token and per pair of Llama 7B, by least squares of relative errors."""
     lengths, seconds = THOUSAND * np.array(list(ALONE), float), np.array(list(ALONE.values()))
     columns = np.stack([lengths, lengths**2], 1) / seconds[:, None]
     found = np.linalg.lstsq(columns, np.ones(len(seconds)))[0]
@@ -111,7 +111,7 @@ def fit() -> tuple[float, float]:
 
 
 def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds: float) -> PrefillTimes:
-    """The model of ``shape``, scaled from Llama 7B: products by parameters, attention by heads."""
+    """Return the model of ``shape``, scaled from Llama 7B: products by parameters, attention by heads."""
     llama = SHAPES["llama-7b"]
     products = shape.active_layer_parameters / llama.active_layer_parameters * row_seconds / llama.num_layers
     pair = pair_seconds / llama.num_layers * shape.num_heads / llama.num_heads
@@ -127,7 +127,7 @@ def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds
 
 
 def best_parts(model: PrefillTimes, num_tokens: int, num_gpus: int) -> tuple[int, ...]:
-    """KVR-S by the model, in strides of 32 tokens at the least."""
+    """Return the parts of KVR-S by the model, in strides of at least 32 tokens."""
     start = balanced(model, num_tokens, num_gpus)
     return searched(lambda parts: model.chain_seconds(parts)[-1], start, least_stride=32)
 
@@ -159,7 +159,7 @@ def _print_slow_links(row_seconds: float, pair_seconds: float) -> None:
 
 
 def _slow(model: PrefillTimes, paper: float, num_tokens: int, num_gpus: int) -> str:
-    """The overlapped chain, and one that waits for its last link as well."""
+    """Return the seconds of the overlapped chain, and of one that also waits for its last link."""
     parts = best_parts(model, num_tokens, num_gpus)
     seconds = model.chain_seconds(parts)[-1]
     fast = replace(model, link=FAST_LINK)

@@ -101,18 +101,18 @@ class Arm:
             self.engine.add_request(f"{self.schedule}-{index}", prompt, params)
 
     def turn(self) -> None:
-        """A few steps."""
+        """Run a few steps."""
         self.engine.world.clock.restart()
         for _ in range(TURN):
             self.engine.step()
 
     @property
     def full_steps(self) -> list[StepRecord]:
-        """The last ones with nearly all places taken."""
+        """The last steps with nearly all seats taken."""
         return [step for step in self.steps[-KEPT:] if step.num_output_tokens >= 0.9 * self.args.in_flight]
 
     def _limits(self) -> Limits:
-        """Nothing moves: stand-ins hold no cache."""
+        """Return limits under which no sequence moves, since stand-ins hold no cache."""
         limits = replace(self.engine.scheduler.limits, seconds_per_moved_token=math.inf)
         if self.stand_ins:
             return replace(limits, balanced_kv_tokens=mean_load(self.args) // self.args.stand_ins)
@@ -122,7 +122,7 @@ class Arm:
 
 
 def mean_load(args: argparse.Namespace) -> int:
-    """KV tokens attended per step, all places taken by sequences of every age."""
+    """Return KV tokens attended per step when all seats are taken by sequences of every age."""
     return args.in_flight * (2 * PROMPT_LEN + args.output_len) // 2
 
 
@@ -151,7 +151,7 @@ def _round(folder: str, num_mini_batches: int, args: argparse.Namespace) -> tupl
     with ExitStack() as stack:
         cores, arms = os.sched_getaffinity(0), []
         for schedule in ("request-level", "sls"):
-            os.sched_setaffinity(0, cores)  # the engine before took one of them
+            os.sched_setaffinity(0, cores)  # The engine made before took one of these cores.
             arms.append(Arm(schedule, folder, num_mini_batches, args))
             stack.callback(arms[-1].engine.close)
         _set_speed(arms, 1e-6)

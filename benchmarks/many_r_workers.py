@@ -50,12 +50,12 @@ generations."""
 
 SEATS = 1024
 KV_BYTES_PER_TOKEN = 32 * 2 * 4096 * 2
-"""Of Llama 7B in 16 bits."""
+"""Bytes per token of Llama 7B in 16 bits."""
 
 PRESET = "--model llama-7b --gpu a10 --cpu epyc-7452 --num-r-workers 8 --num-prompts 8192 --max-num-seqs 1024"
 
 MOST_TOKENS = 1024
-"""Of outputs of unknown lengths, as the scheduler is told."""
+"""The max_tokens of outputs whose length is unknown to the scheduler."""
 
 SLOW_FROM_SECONDS, SLOW_SECONDS, SLOW_SPEED = 300.0, 60.0, 0.5
 """When one R-worker becomes slow, for how long, and how fast it is then; from simulated start."""
@@ -64,24 +64,24 @@ Key = tuple[str, str, str]
 
 
 def simulation_inputs(flags: str) -> SimulationInputs:
-    """What ``fastdecode simulate`` makes of ``flags``."""
+    """Return what ``fastdecode simulate`` makes of ``flags``."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     return read_simulation(parser.parse_args(["simulate", *flags.split()]))
 
 
 def report_of(inputs: SimulationInputs) -> dict[str, Any]:
-    """The report, as ``--output-json`` has it."""
+    """Return the report in the form of ``--output-json``."""
     return simulation_report(simulate(inputs, inputs.rate if inputs.rate else math.inf), inputs)
 
 
 def simulated(flags: str) -> dict[str, Any]:
-    """The report of ``fastdecode simulate`` with ``flags``."""
+    """Return the report of ``fastdecode simulate`` with ``flags``."""
     return report_of(simulation_inputs(flags))
 
 
 def flags(lengths: str, fleet: str, schedule: str, kv_replicas: int = 1) -> str:
-    """Of ``fastdecode simulate``."""
+    """Return flags of ``fastdecode simulate``."""
     seconds, workload, full_lens, generations = LENGTHS[lengths]
     workers = 8 if ":" in fleet else int(fleet)
     speeds = " --r-worker-speeds 1,2,3,4,1,2,3,4" if ":" in fleet else ""
@@ -124,7 +124,7 @@ class SlowingMachine:
 
 
 def measure(key: Key, kv_replicas: int = 1, slow: bool = False) -> dict[str, Any]:
-    """Steady figures of one run, with its peak load, preemptions and busiest R-worker."""
+    """Return steady figures of one run, with its peak load, preemptions and busiest R-worker."""
     inputs = simulation_inputs(flags(*key, kv_replicas))
     if key[0] == "unknown":
         inputs = replace(inputs, workload=replace(inputs.workload, max_tokens=MOST_TOKENS))
@@ -141,7 +141,7 @@ def measure(key: Key, kv_replicas: int = 1, slow: bool = False) -> dict[str, Any
 
 
 def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_replicas: int) -> Iterator[str]:
-    """What an R-worker among many lacks beside one alone."""
+    """Yield how an R-worker among many is worse than one alone."""
     if alone and figures["tokens_per_second"] < 0.97 * alone["tokens_per_second"]:
         yield "below 0.97 of one R-worker's"
     over_ideal = figures["over_ideal"]
@@ -155,7 +155,7 @@ def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_r
 
 
 def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[str]:
-    """``sls`` beside its limit and the other schedules, with one and with eight R-workers."""
+    """Yield lines of ``sls`` beside its limit and the other schedules, with one and with eight R-workers."""
     marks = {"equal": (0.97, 1.18), "mixed": (0.95, 1.02)}.get(lengths)
     for fleet in ("1", "8"):
         if marks is None or any((lengths, fleet, name) not in found for name in SCHEDULES):
@@ -176,8 +176,11 @@ def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[s
 
 
 def presets() -> Iterator[str]:
-    """The paper's machine. With two mini-batches a step near R = S waits for the way to R-workers and back, with three
-    the S-worker loads the weights once more: each schedule at the number that is best for it."""
+    """Yield lines of the paper's machine, each schedule at its best number of mini-batches.
+
+    With two mini-batches a step near R = S waits for the way to R-workers and back. With three the S-worker reads the
+    weights once more.
+    """
     machine = f"{PRESET} --random-input-len 16 --random-output-len 1008"
     found = {}
     for schedule, number in product(("sls", "request-level"), (2, 3)):
@@ -189,7 +192,7 @@ def presets() -> Iterator[str]:
 
 
 def _over_ideal(ratios: list[float]) -> str:
-    """Of all steps while one R-worker was slow."""
+    """Return mean, median, 99th percentile and maximum of the ratios, and how many exceed 1.1."""
     if not ratios:
         return ""
     p50, p99 = np.percentile(ratios, (50, 99))

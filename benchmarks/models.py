@@ -51,7 +51,7 @@ def llama_folder(
 
 
 def stand_in_engine(folder: str, rows: int, num_mini_batches: int, threads: int, dtype: str) -> LLMEngine:
-    """An engine that decodes ``rows`` sequences a step over a stand-in R-worker."""
+    """Return an engine that decodes ``rows`` sequences a step over a stand-in R-worker."""
     config = EngineConfig(
         model=folder,
         load_format="dummy",
@@ -66,5 +66,5 @@ def stand_in_engine(folder: str, rows: int, num_mini_batches: int, threads: int,
 
 
 def decode(engine: LLMEngine, rows: int, steps: int) -> ThroughputRun:
-    """``rows`` one-token prompts, then ``steps`` decode steps, of which callers drop the first and the last."""
+    """Compute ``rows`` one-token prompts, then run ``steps`` decode steps; callers drop the first and the last."""
     return run_throughput(engine, [WorkItem([1], steps + 1) for _ in range(rows)])

@@ -18,7 +18,7 @@ from fastdecode.perfmodel.lab.measure.throughput_report import breakdown
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:
-    """Median S time of one mini-batch and layer, with an R-worker that answers at once."""
+    """Return the median S time of one mini-batch and layer, with an R-worker that answers at once."""
     engine.backend.call_seconds = 0.0
     engine.world.clock.recording = True
     decode(engine, rows, 3)
@@ -29,7 +29,7 @@ def segment_seconds(engine: LLMEngine, rows: int) -> float:
 
 
 def efficiency(engine: LLMEngine, rows: int, steps: int) -> tuple[float, float]:
-    """overlap_efficiency over the middle decode steps, and the S segment it was set up with, in seconds."""
+    """Return overlap_efficiency over the middle decode steps, and the S seconds of a layer that were set."""
     assert isinstance(engine.backend, StandInBackend)
     segment = segment_seconds(engine, rows)
     engine.backend.call_seconds = segment

@@ -1,12 +1,12 @@
-"""Time to the first token of a session's next turn, its history on disk, in memory or computed: all was started anew.
+"""Time to the first token of a session's next turn, with its history on disk, in memory or computed again.
 
 python benchmarks/parked_sessions.py [--sessions 1024:200 16384:6] [--r-workers spawn:1]
 
 A first engine, with R-workers of its own, answers each session and parks it as it ends. A second one, with new
-R-workers, answers the next turn of some of them: from the disk, then once more from memory, and a text that begins
-otherwise, of the same length, as a history that is computed; in turns, so that a machine whose speed drifts slows all
-three. Then `fastdecode cache ls` and `verify` over all files. The demo model with longer positions, float32. The disk
-is as warm as the first engine left it.
+R-workers, answers the next turn of some of them: from the disk, and then once more from memory. A text of the same
+length that begins otherwise stands for a history that is computed. The three take turns, so that a machine whose speed
+drifts slows all of them. Then `fastdecode cache ls` and `verify` are timed over all files. The model is the demo model
+with longer positions, in float32. The disk is as warm as the first engine left it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def histories(num_tokens: int, count: int) -> list[list[int]]:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
-    """Seconds, and the token."""
+    """Return the seconds to the first token, and the token."""
     start = time.perf_counter()
     [output] = llm.generate([{"prompt_token_ids": prompt}], FIRST_TOKEN, use_tqdm=False)
     return time.perf_counter() - start, output.outputs[0].token_ids[0]
 
 
 def answer(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts with their answers."""
+    """Return the prompts with their answers."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], ANSWER, use_tqdm=False)
     return [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
 

@@ -18,7 +18,7 @@ NAMES = {
 """GGUF's names of a layer's parts."""
 
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-"""Its names of the rest."""
+"""GGUF's names of the other tensors."""
 
 
 def saved_llama(kv_heads: int, layers: int, root: Path) -> str:
@@ -101,7 +101,8 @@ def write_gguf(plain: str, file: Path) -> str:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors_of(plain).items():
         part = name.removesuffix(".weight")
-        if (kind := part.rpartition(".")[2]) in heads:  # llama.cpp rotates neighbours, transformers halves
+        # llama.cpp rotates neighbouring dims, and transformers rotates halves.
+        if (kind := part.rpartition(".")[2]) in heads:
             halves = tensor.view(heads[kind], 2, -1, tensor.shape[1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32

@@ -1,4 +1,4 @@
-"""What does the loss of an R-worker cost? python benchmarks/recovery.py --kills 20
+"""The cost of losing an R-worker: python benchmarks/recovery.py --kills 20
 
 64 greedy float32 sequences on three R-workers, of which one is killed with ``kill -9`` at a random token, in the middle
 of a step. Every sequence must get the tokens of an undisturbed run, whose two best tokens are nowhere closer than 1e-4,
@@ -43,7 +43,7 @@ R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads"
 
 @dataclass
 class Blow:
-    """Kills, or stops for a while, R-worker ``victim`` in the step after the ``moment``-th token."""
+    """Kills R-worker ``victim`` in the step after the ``moment``-th token, or stops it for a while."""
 
     process: int
     victim: int
@@ -55,7 +55,7 @@ class Blow:
     _tokens: int = 0
 
     def watch(self, engine: LLMEngine, record: StepRecord) -> None:
-        """After each step."""
+        """Kill or stop the victim once it is time; called after each step."""
         self._steps.append(record.wall_seconds)
         self._tokens += record.num_output_tokens
         if self._tokens >= self.moment and not self.lost:
@@ -82,7 +82,7 @@ class Recovery:
 
 
 def main() -> None:
-    """Strike and compare; exits 1 if any token differs."""
+    """Kill and compare; exit 1 if any token differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="(20)")
     parser.add_argument("--sequences", type=int, default=64, help="(64)")
@@ -101,7 +101,7 @@ def main() -> None:
             spec, processes = stack.enter_context(three_workers(args.transport))
             ranks = {"tensor_parallel_size": args.tensor_parallel_size}
             engine = stack.enter_context(small_engine(folder, spec, **ranks))
-            own_pool = getattr(engine.backend, "pool", engine.backend)  # that of rank 0
+            own_pool = getattr(engine.backend, "pool", engine.backend)  # This is rank 0's own pool.
             groups = [processes or [worker.link.process.pid for worker in own_pool.workers]]
             groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
             blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """Tokens of an undisturbed run in this process; ends the command where they would prove little."""
+    """Return the tokens of an undisturbed run in this process; end the command where they would prove little."""
     with small_engine(folder, "inproc") as engine:
         outputs = run_requests(
             engine, prompts, SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=2)
@@ -132,7 +132,7 @@ def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def three_workers(transport: str) -> Iterator[tuple[str, list[int]]]:
-    """The ``r_workers`` setting, and process ids where they are started here."""
+    """Yield the ``r_workers`` setting, and process ids where R-workers are started here."""
     if transport == "spawn":
         yield "spawn:3", []
         return
@@ -142,7 +142,7 @@ def three_workers(transport: str) -> Iterator[tuple[str, list[int]]]:
 
 @contextlib.contextmanager
 def listening_workers() -> Iterator[tuple[str, list[int]]]:
-    """Three R-workers over TCP: the ``r_workers`` setting, and their process ids."""
+    """Start three R-workers over TCP; yield the ``r_workers`` setting and their process ids."""
     command = [*R_WORKER, "--listen", "tcp://127.0.0.1:0"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     try:
@@ -156,7 +156,7 @@ def listening_workers() -> Iterator[tuple[str, list[int]]]:
 
 @contextlib.contextmanager
 def small_engine(folder: str, r_workers: str, **settings: Any) -> Iterator[LLMEngine]:
-    """An engine in float32, or as ``settings`` say, with 256 MiB on each of ``r_workers``; closed in the end."""
+    """Yield an engine in float32, or as ``settings`` say, with 256 MiB on each of ``r_workers``."""
     here = ":" not in r_workers or r_workers.startswith(("spawn", "inproc"))
     memory: dict[str, Any] = {"kv_cache_memory": "256MiB", "r_threads": 1} if here else {}
     settings = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True} | memory | settings
@@ -168,7 +168,7 @@ def small_engine(folder: str, r_workers: str, **settings: Any) -> Iterator[LLMEn
 
 
 def run_requests(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-    """All prompts to their ends; outputs in their order."""
+    """Run all prompts to their ends; return outputs in the order of prompts."""
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
     outputs = {}
@@ -189,7 +189,7 @@ def _recovery(blow: Blow, outputs: list[RequestOutput]) -> Recovery:
 
 
 def _after(output: RequestOutput, moment: float) -> float:
-    """Seconds from ``moment`` to the next token; 0 where none was left to come."""
+    """Return the seconds from ``moment`` to the next token; 0 where none was left to come."""
     return next((seconds - moment for seconds in output.metrics.token_seconds if seconds > moment), 0.0)
 
 
@@ -203,7 +203,7 @@ def _summarise(found: list[Recovery], args: argparse.Namespace) -> None:
 
 
 def _spawned(rank: psutil.Process) -> list[int]:
-    """The R-workers of another rank, in order: it started them one after the other."""
+    """Return the R-workers of another rank, in the order in which it started them."""
     return [child.pid for child in sorted(rank.children(), key=lambda child: child.create_time())]
 
 

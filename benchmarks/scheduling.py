@@ -1,7 +1,7 @@
-"""What a step costs the scheduler, by the number of running sequences: schedule, commit, and their plan.
+"""The scheduler's cost per step by the number of running sequences: schedule, commit, and their plan.
 
-Steady state of the load-stabilizing schedule: sequences of every age, some ending and as many starting in most steps,
-one R-worker per 512 sequences. Times are per step, the tokens' own bookkeeping (the engine's part) left out.
+The load-stabilizing schedule is in its steady state: sequences of every age, some ending and as many starting in most
+steps, one R-worker per 512 sequences. Times are per step, without the engine's own bookkeeping of tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _row(running: int, args: argparse.Namespace) -> str:
 
 
 class Driver:
-    """Feeds a scheduler as an engine would; all requests wait from the start."""
+    """Feeds a scheduler as an engine does; all requests wait from the start."""
 
     def __init__(self, schedule: str, running: int, prefix_caching: bool) -> None:
         workers = max(1, running // 512)
@@ -63,7 +63,7 @@ class Driver:
             self.scheduler.add(self.sequences[number])
 
     def step(self) -> tuple[list[float], int]:
-        """One step: seconds of schedule, commit and plan, and how many sequences started."""
+        """Run one step; return the seconds of schedule, commit and plan, and how many sequences started."""
         moments = [time.perf_counter()]
         step = self.scheduler.schedule()
         moments.append(time.perf_counter())
@@ -84,7 +84,7 @@ class Driver:
 
 
 def _measure(driver: Driver, num_steps: int) -> tuple[np.ndarray, float]:
-    """Seconds [num_steps, 3] once the first sequences end, and mean starts per step."""
+    """Return seconds [num_steps, 3] once the first sequences end, and mean starts per step."""
     for _ in range(OUTPUT_LEN + 20):
         driver.step()
     results = [driver.step() for _ in range(num_steps)]

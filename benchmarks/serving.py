@@ -1,4 +1,4 @@
-"""What the server costs: the same requests through `fastdecode serve` and through `LLM.generate`, A B A B.
+"""The server's cost: the same requests through `fastdecode serve` and through `LLM.generate`, A B A B.
 
 python benchmarks/serving.py: tokens/s at full load, streamed and not (wanted: 0.90 of offline), and the time to the
 first token of an idle server (wanted: at most 1.2 times that of `LLM.generate`). The client shares the cores.
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:  # type: ignore[no-untyped-def]
-    """Output tokens per second of all requests at once."""
+    """Print output tokens per second of all requests at once."""
     rates: dict[str, list[float]] = {"offline": [], "streamed": [], "whole": []}
     for number in range(args.rounds + 1):
         for way, found in rates.items():
@@ -91,7 +91,7 @@ def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:
             else:
                 asyncio.run(ask(url, asked, args.output_len, way == "streamed"))
             rate = args.requests * args.output_len / (time.perf_counter() - start)
-            if number:  # the first round warms up
+            if number:  # The first round warms up.
                 found.append(rate)
                 print(f"{way}: {rate:.0f} output tokens/s", flush=True)
     for way in ("streamed", "whole"):
@@ -101,7 +101,7 @@ def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:
 
 
 def compare_first_token(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:  # type: ignore[no-untyped-def]
-    """Seconds to the first token where nothing else runs."""
+    """Print the seconds to the first token where nothing else runs."""
     seconds: dict[str, list[float]] = {"LLM.generate": [], "server": []}
     for number in range(args.first_tokens + 1):
         for way, found in seconds.items():
@@ -123,7 +123,7 @@ def compare_first_token(llm: LLM, url: str, prompts, args: argparse.Namespace) -
 
 
 async def ask(url: str, asked: list[list[int]], output_len: int, streamed: bool) -> list[float]:
-    """Send all at once; returns when each one's first text came."""
+    """Send all requests at once; return when each one's first text came."""
     loop = asyncio.get_running_loop()
     answers: list[Answer] = []
     address = urlsplit(url)
@@ -143,7 +143,7 @@ async def ask(url: str, asked: list[list[int]], output_len: int, streamed: bool)
 
 @contextlib.contextmanager
 def serving(settings: dict[str, object]) -> Iterator[str]:
-    """A server with these settings; its address."""
+    """Start a server with these settings; yield its address."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if not isinstance(value, bool)]
     flags += [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is True]
     flags += [f"--no-{name.replace('_', '-')}" for name, value in settings.items() if value is False]

@@ -16,7 +16,7 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 
 PROMPT_LEN, OUTPUT_LEN = 64, 512
 SLACK = 1.05
-"""Load limit over the steady state's mean."""
+"""The load limit over the steady state's mean."""
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(seats: int, num_r_workers: int, num_steps: int) -> tuple[int, float]:
-    """Sequences that run at the end, and steps per second after the first sequences have ended."""
+    """Return the sequences that run at the end, and steps per second after the first sequences have ended."""
     model = StepModel(32, MeasuredSPart((1, 4096), (1e-3, 9e-3), (1e-3, 2e-3)), RPart(1e-7), num_r_workers)
     limits = Limits(
         max_num_seqs=seats,

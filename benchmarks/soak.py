@@ -44,7 +44,7 @@ SAMPLE_SECONDS = 5.0
 
 @dataclass
 class Soak:
-    """A server under load, and what became of it."""
+    """A server under load, with counts of what happened to it."""
 
     url: str
     process: psutil.Process
@@ -58,17 +58,17 @@ class Soak:
 
     @property
     def target(self) -> Target:
-        """Greedy, and to the last token."""
+        """Requests that are greedy and ignore the end of text."""
         return Target(f"{self.url}/v1/completions", "soak", body={"temperature": 0, "ignore_eos": True})
 
     def join(self) -> None:
-        """One more R-worker."""
+        """Start one more R-worker, which joins."""
         command = [*FASTDECODE, "r-worker", "--join", self.pool, "--threads", "1", "--kv-cache-memory", "128MiB"]
         log = (self.folder / f"r-worker-{len(self.joined)}.log").open("wb")
         self.joined.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     async def request(self, client: aiohttp.ClientSession, rng: random.Random, aborts: bool) -> None:
-        """One request of the set, to its end, or until its client goes."""
+        """Send one request of the set; read its answer to the end, or leave within it."""
         index = rng.randrange(len(self.items))
         item, request = self.items[index], ServedRequest(0)
         patience = rng.uniform(0, 5) if aborts and rng.random() < ABORTED_PART else None
@@ -86,7 +86,7 @@ class Soak:
         self.counts["differ"] += self.texts.setdefault(index, request.text) != request.text
 
     async def measure_capacity(self, seconds: float) -> float:
-        """Requests per second while so many are always under way; first, the texts of all prompts."""
+        """Return requests per second while a fixed number is under way; first, get the texts of all prompts."""
         rng = random.Random(1)
         async with session(self.target) as client:
             order = iter(range(len(self.items)))
@@ -109,7 +109,7 @@ class Soak:
             return (self.counts["ended"] - before) / (time.monotonic() - start)
 
     async def load(self, rate: float, seconds: float) -> None:
-        """Poisson arrivals for so long; waits for the last to end."""
+        """Send Poisson arrivals for so long, and wait for the last request to end."""
         rng, tasks, end = random.Random(2), set(), time.monotonic() + seconds
         async with session(self.target) as client:
             due = time.monotonic()
@@ -122,7 +122,7 @@ class Soak:
             await asyncio.gather(*tasks)
 
     async def kill_and_join(self, minutes: int) -> None:
-        """Each minute, at a random moment."""
+        """Kill a joined R-worker at a random moment of each minute, and start another one."""
         rng = random.Random(3)
         for _ in range(minutes):
             before = rng.uniform(5, 45)
@@ -135,7 +135,7 @@ class Soak:
             await asyncio.sleep(60 - before)
 
     async def watch(self, minutes: int) -> None:
-        """Memory every few seconds, and a line each minute."""
+        """Measure memory every few seconds, and print a line each minute."""
         start, before = time.monotonic(), Counter(self.counts)
         for minute in range(1, minutes + 1):
             while time.monotonic() < start + 60 * minute:
@@ -152,7 +152,7 @@ class Soak:
             before = Counter(self.counts)
 
     async def metrics(self) -> Counter[str]:
-        """Each metric's sum over its labels."""
+        """Return each metric's sum over its labels."""
         found: Counter[str] = Counter()
         async with aiohttp.ClientSession() as client, client.get(f"{self.url}/metrics") as response:
             for line in (await response.text()).splitlines():
@@ -161,7 +161,7 @@ class Soak:
         return found
 
     async def held(self) -> Counter[str]:
-        """The metrics once nothing runs, or after half a minute."""
+        """Return the metrics once nothing runs, or after half a minute."""
         for _ in range(60):
             told = await self.metrics()
             if not told["num_requests_running"] + told["num_requests_waiting"] + told["r_worker_kv_blocks_used"]:
@@ -171,7 +171,7 @@ class Soak:
 
 
 def main() -> int:
-    """0 where nothing was lost, nothing differed, nothing is held and memory is flat."""
+    """Return 0 where no request was lost or differed, no block is held and memory is flat."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=20, help="(20)")
     parser.add_argument("--part", type=float, default=0.8, help="of the capacity (0.8)")
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Serve, load, report."""
+    """Serve, send the load and report."""
     async with serving() as soak:
         capacity = await soak.measure_capacity(args.capacity_seconds)
         rate = args.rate or args.part * capacity
@@ -195,7 +195,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def report(soak: Soak, told: Counter[str]) -> int:
-    """Print the verdict; 1 where something is not as it should be."""
+    """Print the verdict; return 1 where any check fails."""
     third = max(1, len(soak.megabytes) // 3)
     first, last = statistics.median(soak.megabytes[third : 2 * third]), statistics.median(soak.megabytes[-third:])
     blocks, growth = told["r_worker_kv_blocks_used"], last / first - 1
@@ -210,7 +210,7 @@ def report(soak: Soak, told: Counter[str]) -> int:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Soak]:
-    """A server of the demo model, and two R-workers that have joined it."""
+    """Yield a server of the demo model, and two R-workers that have joined it."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         pool = f"127.0.0.1:{free_port()}"
@@ -236,7 +236,7 @@ async def serving() -> AsyncIterator[Soak]:
 
 
 def random_items() -> list[WorkItem]:
-    """Prompts of bytes, and how many tokens follow."""
+    """Return prompts of bytes, each with the number of tokens that follow."""
     rng = random.Random(0)
     return [
         WorkItem(
@@ -247,7 +247,7 @@ def random_items() -> list[WorkItem]:
 
 
 def free_port() -> int:
-    """One that nothing listens at."""
+    """Return a port at which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

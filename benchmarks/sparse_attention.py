@@ -1,4 +1,4 @@
-"""What does a token cost where an index picks what it reads? python benchmarks/sparse_attention.py
+"""The cost of a token whose attention reads what an index picks: python benchmarks/sparse_attention.py
 
 One decode of one layer over random rows of a long sequence, on one R-worker in this process, at DeepSeek-V3.2's shape
 (64 index heads of 128 dims, 2,048 tokens picked; 128 query heads over latent rows of 576) and at MiniMax-M3's (4 index
@@ -51,7 +51,7 @@ def main() -> None:
 def measured(
     layers: tuple[Layer, ...], num_tokens: int, options: argparse.Namespace, peaks: _rworker.Peaks
 ) -> dict[str, float]:
-    """Figures of one shape and length."""
+    """Return the figures of one shape and length."""
     rng = np.random.default_rng(1)
     worker = _rworker.RWorker(
         layers=list(layers),
@@ -99,7 +99,7 @@ def measured(
 def _step(
     worker: _rworker.RWorker, layers: Sequence[Layer], rng: np.random.Generator, span: tuple[int, int, int, int]
 ) -> list[float]:
-    """One step of random rows; seconds of each layer."""
+    """Run one step of random rows; return the seconds of each layer."""
     _, _, count, attends = span
     worker.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     seconds = []
@@ -107,12 +107,12 @@ def _step(
         q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
         fresh = (
             count if layer.ranks_tokens or attends else APPENDED // 64
-        )  # of equal index keys the first would be picked
+        )  # Of equal index keys the first ones would be picked.
         k, v = (
             np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)
         )
-        if layer.query_dim > layer.key_head_dim:  # the bits of 1.0
+        if layer.query_dim > layer.key_head_dim:  # These are the bits of 1.0.
             q[..., layer.key_head_dim :] = (0, 0x3F80)
         o = np.empty((len(q), layer.num_heads, layer.value_head_dim), np.uint16)
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def _step(
 
 
 def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
+    """Return numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
     return rng.integers(0x3F00, 0x4000, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
 
 

@@ -1,4 +1,4 @@
-"""R-workers that only take time: zeros after a given delay, the calls of each served one after another."""
+"""R-workers that only take time: they answer zeros after a given delay, one call after another."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StandInBackend(InstantBackend):
 
     def collect(self, mini_batch: int) -> np.ndarray:
         while (left := self._end[mini_batch] - time.perf_counter()) > 0:
-            time.sleep(max(0.0, left - TIMER_SECONDS))  # then spin: a timer may fire this much late
+            time.sleep(max(0.0, left - TIMER_SECONDS))  # Then spin, since a timer may fire this much late.
         return self._rows[mini_batch]
 
     def end_step(self) -> StepReport:
@@ -70,7 +70,7 @@ class StandInBackend(InstantBackend):
 
 
 def _attended(spans: np.ndarray) -> int:
-    """Cached tokens that a mini-batch's SPAN records attend on one R-worker."""
+    """Return the cached tokens that a mini-batch's SPAN records attend on one R-worker."""
     return int(((spans["context_len"] + spans["num_rows"]) * (spans["mode"] > 0)).sum())
 
 
@@ -89,7 +89,7 @@ class MortalStandIns(StandInBackend):
         self.begin([])
 
     def begin(self, events: list[WorkerEvent]) -> None:
-        """Events happen from now on, in seconds from now; all that are there are as fast as at first."""
+        """Let events happen from now on, in seconds from now; all R-workers have their first speed again."""
         self._timeline, self._began = Timeline(events), time.perf_counter()
         self.moving_seconds, self.moved_tokens = 0.0, 0
         self._slowness: dict[int, float] = {}

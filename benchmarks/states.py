@@ -22,7 +22,7 @@ from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds import Recurrent
 
 SHAPES = {"delta": (32, 16, 128, 128), "scan": (80, 1, 128, 64)}
-"""Heads, groups, key_dim and value_dim."""
+"""The heads, groups, key_dim and value_dim of each layer."""
 
 TAPS = 4
 CONTROLS, SPANS = np.zeros((0, 4), np.int64), np.int64
@@ -53,13 +53,16 @@ def main() -> None:
 def times(
     kind: str, threads: int, args: argparse.Namespace
 ) -> tuple[list[float], list[float], list[float], list[float], int]:
-    """Seconds of the R-worker's steps, of the loop's, of that over all bytes, and of steps whose rows are kept, in
-    turns; bytes of all states."""
+    """Return seconds, measured in turns, and the bytes of all states.
+
+    The seconds are of the R-worker's steps, of the loop, of the loop over all bytes, and of steps whose rows are kept.
+    """
     heads, groups, key_dim, value_dim = SHAPES[kind]
     num_bytes = args.num_sequences * heads * key_dim * value_dim * WIRE_DTYPE[args.dtype].itemsize
     channels, outputs = heads * value_dim + 2 * groups * key_dim, heads * value_dim
-    beside = (TAPS - 1) + 1 + TAPS + 1  # of a channel: its window read, a row of it written, its filter, its input
-    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # a loop reads and writes each of its bytes
+    # Per channel: its window is read, a row of it written, and its filter and input are read.
+    beside = (TAPS - 1) + 1 + TAPS + 1
+    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # A loop reads and writes each of its bytes.
     arrays = [np.ones((threads, size // 4 // threads), np.float32) for size in (num_bytes, num_bytes + more)]
     step, kept = (decode_steps(kind, threads, args.num_sequences, args.dtype, keeps) for keeps in (False, True))
     with ThreadPoolExecutor(threads) as pool:
@@ -78,7 +81,7 @@ def times(
 def decode_steps(
     kind: str, threads: int, num_sequences: int, dtype: str, keeps: bool, num_tokens: int = 1
 ) -> Callable[[], None]:
-    """What takes ``num_tokens`` more of every sequence, of an R-worker that holds this layer's states alone."""
+    """Return a function that appends ``num_tokens`` to every sequence of an R-worker with this layer's states only."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)

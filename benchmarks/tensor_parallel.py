@@ -14,11 +14,11 @@ from models import llama_folder
 from fastdecode import LLM, SamplingParams
 
 LEAVE_OUT = 2
-"""Steps at either end: prompts, and sequences that end."""
+"""Steps left out at either end: prompts, and sequences that end."""
 
 
 def s_seconds(folder: str, ranks: int, rows: int, steps: int) -> float:
-    """The median S time of a decode step."""
+    """Return the median S time of a decode step."""
     found: list[float] = []
     with LLM(
         folder, load_format="dummy", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,

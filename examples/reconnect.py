@@ -38,7 +38,7 @@ def stream(url: str, body: bytes) -> Iterator[dict[str, Any]]:
         time.sleep(0.5)
 
 
-# %% Kill the server meanwhile, and start it again: the text goes on.
+# %% Kill the server meanwhile, and start it again: the stream continues.
 if __name__ == "__main__":
     signal.alarm(600)
     asked = {"prompt": "def read_lines(self, path):\n", "max_tokens": 200, "temperature": 0, "stream": True}

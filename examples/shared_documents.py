@@ -24,7 +24,7 @@ params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def prompt_of(document: str, question: str) -> str:
-    """The document goes first: only beginnings are shared."""
+    """Put the document first, since only beginnings are shared."""
     return f"{documents[document]}\n\n{question}\n    "
 
 

@@ -6,7 +6,7 @@ hosts that a cloud lends cheaply and takes back. Each sequence has two copies, s
 
 from __future__ import annotations
 
-# %% Four R-workers ask at the S-worker's door. Beyond one machine give both sides `--key-file`.
+# %% Four R-workers join at the S-worker's port. Beyond one machine give both sides `--key-file`.
 import atexit
 import itertools
 import os
@@ -66,7 +66,7 @@ def generate(cloud: dict[int, Callable[[], None]]) -> list[str]:
 
 
 def look_until(happened: Callable[[], bool]) -> None:
-    """An idle engine looks around for hosts that go and come."""
+    """Let an idle engine look for hosts that leave and join, until ``happened``."""
     while not happened():
         engine.look_around()
         time.sleep(0.02)

@@ -30,7 +30,7 @@ lines = [process.stdout.readline() if process.stdout else "" for process in proc
 addresses = [line.split("tcp://")[1].split()[0] for line in lines]
 print(f"three R-workers, at {', '.join(addresses)}")
 
-# %% Six requests, and what they get where nothing is lost.
+# %% Six requests, and their texts where nothing is lost.
 prompts = [f"def {name}(self, path):\n    " for name in ("read", "write", "open", "close", "copy", "move")]
 params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 settings = {"dtype": "float32", "max_model_len": 128}

@@ -18,7 +18,7 @@ from fastdecode.core.types import StepPlan, StepReport
 from fastdecode.engine.engine import LLMEngine
 
 PROMPT = "def f("
-NUM_TOKENS = 2  # the prompt's step, then one decode step
+NUM_TOKENS = 2  # One step computes the prompt, and one decodes.
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def after(owner: Any, name: str, show: Callable[..., None]) -> None:
 
 
 def numbers(values: Any) -> str:
-    """The first of ``values``, to three decimals."""
+    """Return the first of ``values``, to three decimals."""
     return ", ".join(f"{value:.3f}" for value in values[:3].tolist()) + ", …"
 
 
@@ -132,7 +132,7 @@ def show_sampled(sampled: Any) -> None:
 
 
 def show_report(report: StepReport) -> None:
-    """Print what the R-workers say of a step with rows, and of the one without that tells them of the last releases."""
+    """Print the R-workers' reports of a step with rows, and of the step without rows that sends the releases."""
     print(f"StepReport     lost {report.lost}, leaving {report.leaving}")
 
 

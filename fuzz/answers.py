@@ -1,4 +1,4 @@
-"""An S-worker's view of an R-worker, fed answers of any kind."""
+"""The S-worker's side of a session with an R-worker, fed answers of any kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 
 class AnswersRun:
-    """An S-worker's side: whatever an R-worker answers is used, refused, or the loss of that R-worker."""
+    """An S-worker's side: whatever an R-worker answers is used, refused, or makes that R-worker lost."""
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -30,7 +30,7 @@ class AnswersRun:
         self._lease = LEASE if self._provider.ConsumeIntInRange(0, 1) else None
 
     def run(self) -> None:
-        """Only the documented errors come out of it."""
+        """Check that only the documented errors come out of it."""
         worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE, self._lease)
         in_ranges = self._in_ranges
         plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1 + in_ranges)], SPAN),))
@@ -74,7 +74,7 @@ class AnswersRun:
         return [HEADER.pack(MAGIC, VERSION, *fields), body]
 
     def _expected(self) -> Kind:
-        """What the last question wants answered."""
+        """Return the kind of answer that the last question wants."""
         last = self._channel.answers[-1] if self._channel.answers else Kind.HELLO
         wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
         wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
@@ -82,7 +82,7 @@ class AnswersRun:
         return wanted.get(last, Kind.DATA)
 
     def _body(self, kind: Kind) -> bytes:
-        """A right one, mostly."""
+        """Return a correct body, in most cases."""
         provider = self._provider
         if kind is Kind.WELCOME:
             known = messages.fingerprint(self._layout, BLOCK_SIZE)

@@ -15,7 +15,7 @@ from helpers.servers import CHAT_TEMPLATE, serving  # noqa: E402
 
 
 def main() -> int:
-    """Schemathesis' exit status: 1 when it found a 500."""
+    """Return schemathesis' exit status: 1 when it found a 500."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-examples", type=int, default=100, help="per route and phase (100)")
     parser.add_argument("--max-time", type=int, default=420, help="seconds of the whole run (420)")

@@ -1,4 +1,4 @@
-"""What all targets that hold state share: layouts, an R-worker that is used again, and a channel without a socket."""
+"""Shared by all targets that hold state: layouts, a reused R-worker, and a channel without a socket."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE, LEAS
 
 
 class KeptWorker:
-    """An R-worker that is emptied where it would be closed, for making one takes longer than all the rest."""
+    """An R-worker that is emptied instead of closed, since making one takes longer than all the rest."""
 
     kept: ClassVar[dict[Any, list[KeptWorker]]] = {}
 
@@ -69,23 +69,23 @@ class KeptWorker:
 
     @classmethod
     def make(cls, *key: Any) -> KeptWorker:
-        """As ``make_rworker``."""
+        """Make or reuse an R-worker, with the arguments of ``make_rworker``."""
         kept = cls.kept.get(key)
         return kept.pop() if kept else cls(key)
 
     def close(self) -> None:
-        """Drop everything; RuntimeError if then not every block is free."""
+        """Drop everything; raise RuntimeError if not every block is free then."""
         with suppress(ValueError):
             self._worker.abandon_step()
         for sequence_id in IDS:
-            with suppress(KeyError, ValueError):  # ValueError: weights of latents did not come
+            with suppress(KeyError, ValueError):  # ValueError means that weights of latents did not come.
                 self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
                 self._worker.end_step()
         left = self._worker.statistics()
         if left["sequences"] == 0 and (left["blocks_used"] or left["incoming"]):
             raise RuntimeError(f"{left['blocks_used']} blocks are lost, or {left['incoming']} jobs")
         if left["sequences"]:
-            self._worker.close()  # of a name that only the fuzzer knows
+            self._worker.close()  # Only the fuzzer knows this name.
         else:
             self.kept.setdefault(self._key, []).append(self)
 
@@ -106,12 +106,12 @@ class FuzzChannel:
         self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """The next message's first part."""
+        """Return the next message's first part."""
         self._parts = self._make()
         return self._parts.pop(0)
 
     def read_into(self, buffer: Any) -> None:
-        """As libzmq gives parts: whole."""
+        """Read a whole part, as libzmq gives it."""
         view = memoryview(buffer)
         if not self._parts or len(self._parts[0]) != view.nbytes:
             raise FrameError("another length")
@@ -120,7 +120,7 @@ class FuzzChannel:
             view.cast("B")[:] = data
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 messages.fingerprint = remote.fingerprint = session.fingerprint = cache(messages.fingerprint)

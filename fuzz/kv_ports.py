@@ -1,4 +1,4 @@
-"""A KV port of an R-worker, fed frames of two peers."""
+"""An R-worker's KV port, fed frames of two peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.core.types import Verb
 
 
 class FuzzListener:
-    """What a port needs of a listener: the parts of the message at hand, and the kinds of the answers."""
+    """A port's listener: the parts of the current message, and the kinds of the answers."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -30,13 +30,13 @@ class FuzzListener:
         self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
 
     def read_part(self, num_bytes: int) -> memoryview:
-        """As libzmq gives parts: whole."""
+        """Return a whole part, as libzmq gives it."""
         if not self.parts or len(self.parts[0]) != num_bytes:
             raise FrameError("another length")
         return memoryview(self.parts.pop(0))
 
     def read_into(self, buffer: Any) -> None:
-        """The same, into a buffer."""
+        """Read a whole part into a buffer."""
         memoryview(buffer)[:] = self.read_part(memoryview(buffer).nbytes)
 
 
@@ -49,24 +49,24 @@ class FuzzPort(port.Port):
         self._reader, self._gate, self._peers, self._logged = port.Reader(self._listener), None, {}, set()
 
     def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
-        """At once."""
+        """Answer at once."""
         self._conversation(identity).send(kind, *parts, layer=layer)
 
     def take(self, identity: bytes, parts: list[bytes]) -> list[Kind]:
-        """The kinds of the answers to a message."""
+        """Return the kinds of the answers to a message."""
         self._listener.parts, self._listener.answers = parts[1:], []
         self._receive(port.PeerChannel(self._listener, identity, parts[0]))
         return list(self._listener.answers)
 
 
 class KvPortRun:
-    """A KV port of an R-worker that waits for the rows of some sequences, one of which has others from before.
+    """A KV port of an R-worker that waits for the rows of some sequences, one of which has a cached beginning.
 
-    Frames of two peers, most of them right.
+    Two peers send frames, most of them correct.
     """
 
     JOBS = ((1, 0, 40), (2, 0, 17), (3, 0, 1), (4, 19, 40))
-    """Each with what it has from before, a beginning of SOURCE, and its end."""
+    """The jobs: each with its cached tokens, which are a beginning of SOURCE, and its end."""
 
     SOURCE, SOURCE_TOKENS = 9, 20
 
@@ -85,14 +85,14 @@ class KvPortRun:
         self._numbers = [0, 0]
 
     def _give_weights(self) -> None:
-        """Without those of latent layers nothing begins."""
+        """Send the weights of latent layers, without which no step begins."""
         for number, layer in enumerate(self._layout.layers):
             if layer.weight_rows:
                 shape = layer.num_heads, *layer.weight_rows
                 self._worker.set_weights(number, 0, np.zeros(shape, WIRE_DTYPE[self._layout.model_dtype]))
 
     def run(self) -> None:
-        """A frame is stored or refused as a set of rows says it should be, and jobs can be committed once whole."""
+        """Check that each frame is stored or refused as a set of rows says, and that whole jobs can be committed."""
         data = np.zeros(self.SOURCE_TOKENS * self._layout.kv_bytes_per_token, np.uint8)
         self._worker.import_(self.SOURCE, self.SOURCE_TOKENS, data)
         self._control(*((Verb.FORK, job, self.SOURCE, begin) for job, begin, _ in self.JOBS if begin))

@@ -1,7 +1,7 @@
 """One target under libFuzzer: ``python fuzz/one.py TARGET [libFuzzer's options] [CORPUS]``.
 
-Besides crashes and exceptions that are not documented it finds memory: no input may make us allocate more than a frame
-may hold, and what it takes to read it.
+It finds crashes, exceptions that are not documented, and memory: no input may allocate more than a frame may hold, and
+what reading it takes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MOST_BYTES = frames.FRAME_LIMIT + (1 << 24)
 
 
 class Watched:
-    """A target whose memory is looked at; the most that any input took is printed as it grows."""
+    """A target whose memory is measured; the most that any input took is printed as it grows."""
 
     def __init__(self, target: Callable[[bytes], None]) -> None:
         self._target = target
         self._most = 1 << 20
 
     def __call__(self, data: bytes) -> None:
-        """RuntimeError for an input that made us allocate too much at a time."""
+        """Run the target, and raise RuntimeError if the input allocated too much at a time."""
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         self._target(data)
@@ -50,11 +50,10 @@ class Watched:
 
 
 def instrument(*modules: ModuleType) -> None:
-    """Have every function of our own modules report to libFuzzer which of its branches ran.
+    """Let every function of our own modules report to libFuzzer which of its branches ran.
 
-    In place, so that what other modules have imported from these is instrumented too.
-
-    atheris's import hook does not find an editable install's modules, which lie elsewhere than their names say.
+    Functions are changed in place, so that names that other modules have imported are instrumented too. atheris's
+    import hook does not find an editable install's modules, which lie elsewhere than their names say.
     """
     for module in modules:
         for function in _functions(vars(module), module.__name__):
@@ -71,7 +70,7 @@ def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
 
 
 def main() -> None:
-    """Does not return: libFuzzer ends the process."""
+    """Run the target. It never returns, since libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
     instrument(calls, frames, handshake, host, journal_copies, kv_port, lease, link, messages, payload, port, remote)
     instrument(session, session_journal, shared_memory)

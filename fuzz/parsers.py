@@ -49,14 +49,14 @@ ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}
 
 
 def header(data: bytes) -> None:
-    """A header is within its limits or refused."""
+    """Check that a header is within its limits or refused."""
     with suppress(FrameError):
         frame = frames.decode(data)
         _require(max(frame.lengths) <= frames.FRAME_LIMIT)
 
 
 def hello(data: bytes) -> None:
-    """What is read can be said again; and the R-worker's own checks refuse what is left with their own errors."""
+    """Check that a HELLO can be written again, and that the R-worker refuses the rest with its own errors."""
     with suppress(FrameError):
         found = messages.decode_hello(_json(data, messages.encode_hello(HELLO), _sign))
         _require(messages.decode_hello(messages.encode_hello(found)) == found)
@@ -65,21 +65,21 @@ def hello(data: bytes) -> None:
 
 
 def held(data: bytes) -> None:
-    """What is read can be said again."""
+    """Check that what is read can be written again."""
     with suppress(FrameError):
         found = leases.decode_held(data, 8, 16)
         _require(leases.decode_held(leases.encode_held(found), 8, 16) == found)
 
 
 def welcome(data: bytes) -> None:
-    """What is read can be said again."""
+    """Check that a WELCOME that is read can be written again."""
     with suppress(FrameError):
         found = messages.decode_welcome(_json(data, messages.encode_welcome(WELCOME)))
         _require(messages.decode_welcome(messages.encode_welcome(found)) == found)
 
 
 def refusal(data: bytes) -> None:
-    """What is read can be printed, and said again."""
+    """Check that a refusal that is read can be printed, and written again."""
     with suppress(FrameError):
         found = messages.decode_refusal(_json(data, messages.encode_refusal("busy", "it serves another")))
         _require(messages.decode_refusal(messages.encode_refusal(*found)) == found)
@@ -87,14 +87,14 @@ def refusal(data: bytes) -> None:
 
 
 def join(data: bytes) -> None:
-    """What is read can be said again."""
+    """Check that what is read can be written again."""
     with suppress(FrameError):
         found = messages.decode_join(_json(data, messages.encode_join("10.0.0.1:5580")))
         _require(messages.decode_join(messages.encode_join(*found)) == found)
 
 
 def prompt(data: bytes) -> None:
-    """What is read of a prompt's part is within its limits, and can be said again."""
+    """Check that a prompt's part that is read is within its limits, and can be written again."""
     tokens = np.frombuffer(data[: len(data) // 8 * 8], "<i8")[:4]
     with suppress(FrameError):
         found = prefill.decode_prompt(_json(data, prefill.encode(PROMPT)), tokens, 100, 1000)
@@ -103,7 +103,7 @@ def prompt(data: bytes) -> None:
 
 
 def prefill_answers(data: bytes) -> None:
-    """What prefill workers and S-workers say of themselves."""
+    """Check what prefill workers and S-workers say of themselves."""
     with suppress(FrameError):
         prefill.decode_prefill_hello(
             _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "float32", "avx2", (2,))))
@@ -115,19 +115,19 @@ def prefill_answers(data: bytes) -> None:
 
 
 def plan(data: bytes) -> None:
-    """A plan is its bytes, all of them."""
+    """Check that a plan is written again as all its bytes."""
     with suppress(FrameError):
         _require(payload.encode_plan(payload.decode_plan(data)) == data)
 
 
 def report(data: bytes) -> None:
-    """A report is its bytes, all of them."""
+    """Check that a report is written again as all its bytes."""
     with suppress(FrameError):
         _require(payload.encode_report(payload.decode_report(data, 2, 3)) == data)
 
 
 def weigh(data: bytes) -> None:
-    """What is read of a question about attention is its bytes, and within limits."""
+    """Check that a question about attention is written again as its bytes, and is within limits."""
     with suppress(FrameError):
         asked = weighing.decode_numbers(data, LAYOUT)
         sized = np.zeros(weighing.num_query_bytes(LAYOUT, asked.layers), np.uint8)
@@ -137,7 +137,7 @@ def weigh(data: bytes) -> None:
 
 
 def parking(data: bytes) -> None:
-    """What is read about parked chains is its bytes, all of them."""
+    """Check that a message about parked chains is written again as all its bytes."""
     with suppress(FrameError):
         _require(parked.encode_park(*parked.decode_park(data, 32)) == data)
     with suppress(FrameError):
@@ -151,7 +151,7 @@ def parking(data: bytes) -> None:
 
 
 def chain_file(data: bytes) -> None:
-    """A file is refused, or is what a writer of its head, marks and pieces writes."""
+    """Check that a file is refused, or is what a writer of its head, marks and pieces writes."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path, again = Path(folder) / "a.chain", Path(folder) / "b.chain"
         path.write_bytes(data)
@@ -173,7 +173,7 @@ def _chain_bytes() -> bytes:
 
 
 def gate(data: bytes) -> None:
-    """No peer without the key is admitted, whatever it sends, and little of it is kept."""
+    """Check that no peer without the key is admitted, whatever it sends, and that little of it is kept."""
     door, provider = handshake.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
         kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
@@ -187,7 +187,7 @@ def gate(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """Any bytes are frames or end the connection, and no part is longer than was announced."""
+    """Check that any bytes are frames or end the connection, and that no part is longer than announced."""
     mine, theirs = socket.socketpair()
     with mine, theirs, suppress(ConnectionError, FrameError):
         theirs.sendall(data)
@@ -195,13 +195,13 @@ def stream(data: bytes) -> None:
         channel = shared_memory.StreamChannel(mine)
         while (head := channel.receive(0)) is not None:
             lengths = frames.decode(head).lengths
-            if head[24] % 2:  # else they are skipped
+            if head[24] % 2:  # Otherwise they are skipped.
                 for length in lengths:
                     channel.read_into(bytearray(length))
 
 
 def lying_stream(data: bytes) -> None:
-    """Frames that are nearly right, of which many follow each other."""
+    """Check a stream of many frames that are nearly correct."""
     provider, written = atheris.FuzzedDataProvider(data), b""
     while provider.remaining_bytes() and len(written) < 20_000:
         body = provider.ConsumeBytes(provider.ConsumeIntInRange(0, 80))
@@ -216,30 +216,30 @@ def lying_stream(data: bytes) -> None:
 
 
 class Message:
-    """``Channel`` with one message from a peer, which ignores the answers."""
+    """A ``Channel`` with one message from a peer, which ignores the answers."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = list(parts)
 
     def send(self, parts: Any) -> None:
-        """Ignored."""
+        """Ignore the parts."""
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """The first part."""
+        """Return the first part."""
         return self.parts.pop(0)
 
     def read_into(self, buffer: Any) -> None:
-        """As libzmq gives parts: whole."""
+        """Read a whole part, as libzmq gives it."""
         if not self.parts or len(self.parts[0]) != memoryview(buffer).nbytes:
             raise FrameError("another length")
         memoryview(buffer)[:] = self.parts.pop(0)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _json(data: bytes, good: bytes, finish: Callable[[Any], None] = lambda value: None) -> bytes:
-    """Bytes as they are, or a good message with values put in other places of it."""
+    """Return the bytes unchanged, or a correct message with other values in some places."""
     if data[:1] != b"\x01":
         return data
     provider, value = atheris.FuzzedDataProvider(data[1:]), json.loads(good)
@@ -263,7 +263,7 @@ def _value(provider: Any) -> Any:
 
 
 def _sign(value: Any) -> None:
-    """Give a HELLO the fingerprint of what it says, where it says something."""
+    """Give a HELLO the fingerprint of its contents, if it has any."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         cache = msgspec.json.decode(json.dumps(value["cache"]), type=messages._Cache)
         value["fingerprint"] = messages._fingerprint(cache)

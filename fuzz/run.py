@@ -1,4 +1,4 @@
-"""All targets, one after another, and a table of what they did: ``python fuzz/run.py --runs 1000000``.
+"""Run all targets, one after another, and print a table: ``python fuzz/run.py --runs 1000000``.
 
 Inputs that are worth keeping stay in the folder, so that the next run begins with them. Exits 1 if a target failed; its
 input lies beside them then, and ``python fuzz/one.py TARGET FILE`` shows it again.
@@ -35,7 +35,7 @@ SHARES |= {"prompt": 40, "prefill-answers": 40}
 """Thousandths of the inputs; an input of the first is some twenty frames, and takes 500 times as long as a header."""
 
 MEMORY_BYTES = 4 << 30
-"""Of address space; a process that wants more fails as one would on a small machine."""
+"""Bytes of address space; a process that wants more fails as on a small machine."""
 
 OPTIONS = ["-rss_limit_mb=1024", "-timeout=3600", "-print_final_stats=1", "-max_len=2048"]
 WORDS = [b"null", b"true", b"1e400", b"NaN", b"-1", b"[[", b"{}", b"\\ud800", b'"cores":[', b'"message":"']
@@ -43,7 +43,7 @@ WORDS = [b"null", b"true", b"1e400", b"NaN", b"-1", b"[[", b"{}", b"\\ud800", b'
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one target did: ``coverage`` counts branches, ``memory_bytes`` is the most that one input allocated."""
+    """The figures of one target: ``coverage`` counts branches, ``memory_bytes`` is one input's largest allocation."""
 
     target: str
     runs: int
@@ -55,7 +55,7 @@ class Outcome:
     status: int
 
     def row(self) -> str:
-        """Of a Markdown table."""
+        """Return a row of a Markdown table."""
         return (
             f"| {self.target} | {self.runs:,} | {self.seconds:.0f} | {self.coverage} | {self.corpus} | "
             f"{self.memory_bytes / 2**20:.1f} | {self.rss_mb} | {'failed' if self.status else 'none'} |"
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def run(target: str, runs: int, folder: Path) -> Outcome:
-    """One target in a process of its own."""
+    """Run one target in a process of its own."""
     corpus = folder / target
     corpus.mkdir(parents=True, exist_ok=True)
     for index, seed in enumerate(SEEDS[target]):

@@ -1,7 +1,7 @@
-"""Targets that hold state: a whole R-worker's session, here, its KV port and an S-worker's view of it, fed any frames.
+"""Targets that hold state: an R-worker's session in this process, its KV port, and an S-worker's side of it.
 
-Most frames are right in most places, since else nothing behind the first check would ever be reached: the fuzzer's
-bytes choose what comes next and where it lies.
+Most frames are correct in most places, since otherwise nothing behind the first check would be reached. The fuzzer's
+bytes choose what comes next, and where it lies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerP
 
 
 class SessionRun:
-    """One session over what the fuzzer says, and what must hold after each frame and at the end."""
+    """One session over the fuzzer's frames, with checks after each frame and at the end."""
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -40,7 +40,7 @@ class SessionRun:
         self._before: Any = None
 
     def run(self) -> None:
-        """Every refused frame changes nothing, and a session that is still open goes on as if none had been sent."""
+        """Check that a refused frame changes nothing, and that an open session goes on as if none had been sent."""
         self._session.run()
         self._lease.close()
 
@@ -119,14 +119,14 @@ class SessionRun:
         return self._frame(Kind.INVENTORY)
 
     def _weights(self) -> list[bytes]:
-        """Of heads of the one layer that has them, mostly."""
+        """Return weights for heads of the one layer that has them, in most cases."""
         first, count = self._near(0, 4), self._near(1, 4)
         rows = bytes(min(max(0, count), 99) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 
     def _look(self) -> list[bytes]:
-        """The plan of a step of one sequence, all of whose layers come next, and questions about its attention."""
+        """Return the plan of a step of one sequence, with all layers and questions about attention to follow."""
         self._looked_at = self._id()
         layers = [partial(self._layer, layer) for layer in range(len(self._layout.layers))]
         self._coming = [*layers, *[self._weigh] * 3]
@@ -139,7 +139,7 @@ class SessionRun:
         return self._frame(Kind.PAYLOAD, bytes([self._provider.ConsumeIntInRange(0, 255)]) * size, layer=layer)
 
     def _weigh(self) -> list[bytes]:
-        """Of layers that there are, and of a query behind the sequence's last token, mostly."""
+        """Return a question about existing layers and a query after the sequence's last token, in most cases."""
         provider, layout = self._provider, self._layout
         layers = [each for each in range(len(layout.layers)) if provider.ConsumeIntInRange(0, 3)] or [0]
         sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
@@ -153,7 +153,7 @@ class SessionRun:
         return self._frame(Kind.WEIGH, head + np.array(layers, "<i8").tobytes(), *parts)
 
     def _record(self) -> list[bytes]:
-        """At the end or from the beginning, mostly."""
+        """Return a journal record at the end or from the beginning, in most cases."""
         kept = self._lease.journal.num_bytes
         start = self._provider.PickValueInList([0, kept, kept, self._number()])
         return self._frame(Kind.RECORD, leases.FIRST_BYTE.pack(start), bytes(min(4000, max(0, self._near(0, 99)))))
@@ -165,7 +165,7 @@ class SessionRun:
         return self._frame(Kind.PING)
 
     def _piece(self) -> tuple[int, int]:
-        """First token and tokens; mostly of the beginning."""
+        """Return a first token and a number of tokens, mostly at the beginning."""
         whole = self._provider.ConsumeIntInRange(0, 3)
         return (0, messages.ALL_TOKENS) if whole else (self._tokens(), self._tokens())
 
@@ -190,7 +190,7 @@ class SessionRun:
         return self._frame(Kind.PARKING, parked.encode_parking(self._provider.PickValueInList(["a", "b"])))
 
     def _chain(self) -> Chain:
-        """Of one block or a few: names repeat, so that some are found."""
+        """Return a chain of one block or a few; names repeat, so that some are found."""
         count = self._provider.PickValueInList([1, 2, 3, 33])
         return Chain.of([bytes([number]) * 16 for number in range(count)], BLOCK_SIZE)
 
@@ -204,7 +204,7 @@ class SessionRun:
         return self._frame(Kind.WAKE, parked.WAKE.pack(self._near(0, 9), self._id(), blocks, chain.name))
 
     def _any(self) -> list[bytes]:
-        """Any kind with any body."""
+        """Return any kind with any body."""
         parts = [
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
@@ -212,7 +212,7 @@ class SessionRun:
         return self._frame(self._provider.ConsumeIntInRange(0, 47), *parts)
 
     def _bent(self) -> list[bytes]:
-        """A frame that is right but for one field of its header, or its length."""
+        """Return a frame with one wrong field of its header, or a wrong length."""
         head, *parts = self._provider.PickValueInList(
             [self._plan, self._payload, self._end, self._export, self._weigh]
         )()
@@ -240,12 +240,12 @@ class SessionRun:
         return SPLIT_TOKENS if self._provider.ConsumeIntInRange(0, 7) == 0 else self._near(0, 80)
 
     def _near(self, low: int, high: int) -> int:
-        """Mostly within the limits."""
+        """Return a number, mostly within the limits."""
         within = self._provider.ConsumeIntInRange(0, 15)
         return int(self._provider.ConsumeIntInRange(low, high)) if within else self._number()
 
     def _length(self, sequence_id: int) -> int:
-        """Tokens that the cache holds of a sequence."""
+        """Return the tokens that the cache holds of a sequence."""
         worker = self._session._worker
         with suppress(KeyError, AttributeError):
             return int(worker.read_tokens(sequence_id, 0)[0].shape[0])  # type: ignore[union-attr]
@@ -260,7 +260,7 @@ class SessionRun:
         ]
 
     def _check_last(self) -> None:
-        """A refused frame has changed nothing."""
+        """Check that a refused frame has changed nothing."""
         answers, self._channel.answers = self._channel.answers, []
         now = self._state()
         if Kind.REFUSED in answers and now != self._before:
@@ -268,7 +268,7 @@ class SessionRun:
         self._before = now
 
     def _farewell(self) -> None:
-        """A session that is open goes on: what is under way is dropped, and questions are answered."""
+        """Check that an open session goes on: drop what is under way, and ask again."""
         if self._session._worker is not None:
             self._channel._make = lambda: self._frame(Kind.ABANDON)
             self._session._turn()

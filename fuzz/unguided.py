@@ -1,7 +1,8 @@
-"""Targets without libFuzzer, on inputs drawn at random: for Pythons for which atheris has no wheel, such as that of ARM
-under qemu (``make arm-python``).
+"""Targets without libFuzzer, on inputs drawn at random.
 
-    python fuzz/unguided.py --runs 200 session answers
+They serve Pythons for which atheris has no wheel, such as that of ARM under qemu (``make arm-python``).
+
+python fuzz/unguided.py --runs 200 session answers
 """
 
 from __future__ import annotations
@@ -15,41 +16,41 @@ from typing import Any
 
 
 class Provider:
-    """What the targets use of atheris.FuzzedDataProvider: values that bytes stand for; zeros once none are left."""
+    """The used part of atheris.FuzzedDataProvider: values that bytes stand for, and zeros once none are left."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     def remaining_bytes(self) -> int:
-        """How many bytes are left."""
+        """Return how many bytes are left."""
         return len(self._data)
 
     def ConsumeBytes(self, count: int) -> bytes:
-        """At most so many."""
+        """Return at most so many bytes."""
         taken, self._data = self._data[:count], self._data[count:]
         return taken
 
     def ConsumeIntInRange(self, low: int, high: int) -> int:
-        """From ``low`` to ``high``, both included."""
+        """Return a number from ``low`` to ``high``, both included."""
         size = ((high - low).bit_length() + 7) // 8
         return low + int.from_bytes(self.ConsumeBytes(size), "little") % (high - low + 1)
 
     def ConsumeBool(self) -> bool:
-        """True or False."""
+        """Return True or False."""
         return bool(self.ConsumeIntInRange(0, 1))
 
     def PickValueInList(self, values: Sequence[Any]) -> Any:
-        """One of them."""
+        """Return one of ``values``."""
         return values[self.ConsumeIntInRange(0, len(values) - 1)]
 
     def ConsumeUnicode(self, count: int) -> str:
-        """At most so many characters, lone surrogates among them."""
+        """Return at most so many characters, lone surrogates among them."""
         taken = self.ConsumeBytes(2 * count)
         return taken[: len(taken) // 2 * 2].decode("utf-16-le", "surrogatepass")
 
 
 def targets() -> dict[str, Any]:
-    """Those of `one.py`, with this provider in place of atheris's."""
+    """Return the targets of `one.py`, with this provider in place of atheris's."""
     atheris: Any = ModuleType("atheris")
     atheris.FuzzedDataProvider = Provider
     sys.modules["atheris"] = atheris

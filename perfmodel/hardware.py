@@ -134,7 +134,7 @@ def parse_link(text: str) -> float:
     number = float(match.group(1)) * {"M": 1e6, "G": 1e9, "T": 1e12}[match.group(2)]
     rate = number if match.group(3) == "B" else number / 8
     if rate <= 0:
-        raise ConfigError(f"link: {text!r} is no bandwidth at all; q, k, v and o have to cross it")
+        raise ConfigError(f"link: {text!r} is no bandwidth at all; q, k, v and o have to cross the link")
     return rate
 
 

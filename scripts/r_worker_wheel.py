@@ -87,7 +87,7 @@ def make_r_worker_wheel(wheel: Path, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("dist"), help="folder for what is made (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("dist"), help="folder for the new wheel (%(default)s)")
     options = parser.parse_args()
     for wheel in options.wheels:
         print(make_r_worker_wheel(wheel, options.out))

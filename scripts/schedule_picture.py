@@ -1,4 +1,4 @@
-"""Draw docs/load_stabilizing.png: the live scheduler in simulated time, whole batches against spread starts.
+"""Draw docs/load_stabilizing.png: whole batches against spread starts, by the live scheduler in simulated time.
 
 python scripts/schedule_picture.py docs/load_stabilizing.png
 """

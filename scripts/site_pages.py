@@ -1,4 +1,4 @@
-"""What the site has beside docs/: a hook of MkDocs, which mkdocs.yml names.
+"""A hook of MkDocs, named in mkdocs.yml, that adds pages from outside docs/ to the site.
 
 The repository's other pages, the command line's reference and the calculator's tables become pages and files of the
 site, and links between Markdown files of the repository become links between its pages.

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs/**/*.md", "examples/**/*.md")
 PYTHON = ("fastdecode/**/*.py", "sworker/**/*.py", "cluster/**/*.py", "perfmodel/**/*.py", "scripts/*.py")
+TESTS = ("tests/**/*.py", "fuzz/*.py", "benchmarks/*.py", "examples/**/*.py")
 CODE = (*PYTHON, "benchmarks/*.py", "rworker_cpp/**/*.[ch]pp", "sworker/cpp/*.[ch]pp")
 
 WORDS = {
@@ -31,6 +32,11 @@ WORDS = {
     "what is left of": r"\bwhat (?:is|was) left\b",
     "that of": r"\bthat of\b",
     "but for": r"\bbut for\b",
+    "is told": r"\b(?:is|are|was|were|be) told\b(?! apart)",
+    "whoever": r"\bwhoever\b",
+    "what is": r"\bwhat (?:is|are|was|were)\b",
+    "lies": r"\bl(?:ies|ay)\b",
+    "company": r"\bcompany\b",
 }
 """Forms of words to avoid, by the names of their ceilings."""
 
@@ -42,45 +48,56 @@ MOST_CHARACTERS_OF_A_CELL = 200
 
 CEILINGS = {
     "pages: anew": 1,
-    "pages: goes on": 2,
-    "pages: is to": 2,
+    "pages: goes on": 0,
+    "pages: is to": 1,
     "pages: has its due": 0,
-    "pages: so far": 4,
+    "pages: so far": 0,
     "pages: wanted were": 0,
     "pages: gives way": 0,
     "pages: is let go": 0,
     "pages: has come back": 0,
     "pages: what it held": 0,
     "pages: of which": 0,
-    "pages: those that": 8,
+    "pages: those that": 3,
     "pages: what is left of": 0,
     "pages: that of": 1,
     "pages: but for": 0,
-    "code: anew": 11,
-    "code: goes on": 4,
-    "code: is to": 16,
+    "code: anew": 8,
+    "code: goes on": 2,
+    "code: is to": 12,
     "code: has its due": 0,
-    "code: so far": 18,
+    "code: so far": 7,
     "code: wanted were": 0,
     "code: gives way": 0,
     "code: is let go": 1,
     "code: has come back": 0,
-    "code: what it held": 6,
-    "code: of which": 39,
-    "code: those that": 173,
-    "code: what is left of": 4,
-    "code: that of": 51,
+    "code: what it held": 1,
+    "code: of which": 26,
+    "code: those that": 131,
+    "code: what is left of": 1,
+    "code: that of": 31,
     "code: but for": 4,
-    "pages: sentences of over 25 words": 2,
-    "code: docstrings that are fragments": 23,
+    "pages: is told": 1,
+    "pages: whoever": 2,
+    "pages: what is": 11,
+    "pages: lies": 0,
+    "pages: company": 2,
+    "code: is told": 6,
+    "code: whoever": 1,
+    "code: what is": 38,
+    "code: lies": 12,
+    "code: company": 1,
+    "pages: sentences of over 25 words": 0,
+    "code: docstrings that are fragments": 3,
+    "tests: docstrings that are fragments": 0,
     "docs: table cells of over 200 characters": 0,
     "docs: words": 25000,
-    "README.md: words": 700,
-    "README.md: lines": 90,
+    "README.md: words": 640,
+    "README.md: lines": 80,
     "CONTRIBUTING.md: lines": 120,
     "SECURITY.md: lines": 120,
     "CHANGELOG.md: lines": 40,
-    "docs/structure.md: lines": 250,
+    "docs/structure.md: lines": 180,
     "docs/performance.md: rows": 40,
 }
 """The count that each form may have: in pages, and in code (docstrings, comments, messages)."""
@@ -144,10 +161,10 @@ def wide_cells() -> list[str]:
     ]
 
 
-def fragments() -> list[str]:
+def fragments(patterns: tuple[str, ...]) -> list[str]:
     """Return the summaries of docstrings that begin with a word which makes a fragment."""
     begins = re.compile(r'^ *"""((?:What|Of|Whether|Where|Those|That|By|As)\b.*)', re.MULTILINE)
-    found = ((path.relative_to(ROOT), begins.findall(path.read_text("utf-8"))) for path in files(PYTHON))
+    found = ((path.relative_to(ROOT), begins.findall(path.read_text("utf-8"))) for path in files(patterns))
     return [f"{path}: {summary}" for path, summaries in found for summary in summaries]
 
 
@@ -165,7 +182,8 @@ def measured() -> dict[str, int]:
             for form, pattern in WORDS.items():
                 counts[f"{where}: {form}"] += len(re.findall(pattern, text, re.IGNORECASE))
     counts["pages: sentences of over 25 words"] = len(long_sentences())
-    counts["code: docstrings that are fragments"] = len(fragments())
+    counts["code: docstrings that are fragments"] = len(fragments(PYTHON))
+    counts["tests: docstrings that are fragments"] = len(fragments(TESTS))
     counts["docs: table cells of over 200 characters"] = len(wide_cells())
     counts["docs: words"] = size("docs/**/*.md", "words")
     counts["README.md: words"] = size("README.md", "words")
@@ -180,7 +198,8 @@ def main(names: list[str]) -> int:
     """Print what is above its ceiling, or the places of the forms that are named; 1 where something is."""
     listed = {
         "pages: sentences of over 25 words": long_sentences,
-        "code: docstrings that are fragments": fragments,
+        "code: docstrings that are fragments": lambda: fragments(PYTHON),
+        "tests: docstrings that are fragments": lambda: fragments(TESTS),
         "docs: table cells of over 200 characters": wide_cells,
     }
     for name in names:

@@ -1,6 +1,7 @@
 """Write the lists of vLLM's settings in docs/api.md: python scripts/vllm_table.py
 
-The page has what is refused or taken with a difference; the site has all settings (`full`).
+The page lists settings that are refused, or taken with a difference. The site lists all settings (`full`), also of
+`bench`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def rendered(page: str) -> str:
     before, rest = page.split(BEGIN)
     lists: dict[str, list[str]] = {}
     for names, here, text in _rows():
-        if text and "no effect" not in here.lower():
+        if text and "no effect" not in here.lower() and "bench" not in here:
             lists.setdefault(here, []).append(f"- {names}: {text}")
     blocks = [f"**{here}**\n\n" + "\n".join(lines) + "\n" for here, lines in lists.items()]
     return before + BEGIN + "\n" + "\n".join(blocks) + "\n" + END + rest.split(END)[1]

@@ -85,7 +85,7 @@ def check_compilers(processors: Sequence[str]) -> None:
 
 
 def make_compiler(processor: str) -> Path:
-    """A `c++` for CMake: g++ compiles, as in tests, and zig links, since it knows the symbols of older C libraries."""
+    """Make a `c++` for CMake: g++ compiles, as in tests, and zig links, since it knows older C libraries' symbols."""
     folder = OUT / f"compiler-{processor}"
     folder.mkdir(parents=True, exist_ok=True)
     compiler = GXX.format(processor)
@@ -99,7 +99,7 @@ def make_compiler(processor: str) -> Path:
     link += [str(folder / "glibc.o"), *libraries, "-lpthread", "-lm", f"-Wl,--version-script={folder / 'exports'}"]
     text = f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {" ".join(link)} ;; esac\nexec {compiler} "$@"\n'
     program = folder / "c++"
-    if not program.exists() or program.read_text() != text:  # ccache goes by its date
+    if not program.exists() or program.read_text() != text:  # ccache notices a change by the file's date.
         program.write_text(text)
         program.chmod(0o755)
     return program
@@ -109,7 +109,7 @@ def cmake_defines(processor: str, version: str) -> dict[str, str]:
     cross = {} if processor == platform.machine() else {"CMAKE_SYSTEM_NAME": "Linux"}
     return cross | {
         "CMAKE_CXX_COMPILER": str(make_compiler(processor)), "CMAKE_MODULE_LINKER_FLAGS": "-s", "CMAKE_STRIP": "",
-        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # zig reads no bytecode of g++
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # zig cannot read g++'s bytecode.
         "CMAKE_SYSTEM_PROCESSOR": processor,
         "PYTHON_MODULE_EXTENSION": f".cpython-{version.replace('.', '')}-{processor}-linux-gnu.so",
         # FindPython runs the interpreter, which is this host's even where the extensions are not.

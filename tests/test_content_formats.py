@@ -1,4 +1,4 @@
-"""Whether a chat template takes contents as text or as parts, no word of a conversation is dropped."""
+"""Contents as text or as parts, as a chat template takes them: no word of a conversation is dropped."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_prompts_run_the_models_own_code(engine: GraphEngine, monkeypatch: pytes
 
 
 def test_padding_does_no_harm(engine: GraphEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What earlier steps left in rows of padding changes no bit of the others."""
+    """Numbers that earlier steps left in rows of padding change no bit of the others."""
     prefilled(engine, 16)
     engine.captured(monkeypatch, 16)
     (alone,) = engine.logits(decodes(3))

@@ -1,4 +1,4 @@
-"""What ``fastdecode doctor`` says of the GPU."""
+"""Findings of ``fastdecode doctor`` about the GPU."""
 
 from __future__ import annotations
 

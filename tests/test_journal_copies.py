@@ -204,7 +204,7 @@ def test_two_r_workers_have_it(three: tuple[list[Any], list[str]]) -> None:
     copies.append(b"f")
     copies.settle()
     assert copies.copies() == [b"abcdef"] * 2 and copies.written() == b"abcdef"
-    with pytest.raises(OSError, match="134,217,731 bytes are more than an R-worker keeps, 134,217,728"):
+    with pytest.raises(OSError, match="a journal of 134,217,731 bytes is more than an R-worker keeps, 134,217,728"):
         copies.replace(bytes(MOST_JOURNAL_BYTES + 3))
     with pytest.raises(CapacityError, match="a journal of 134,217,731 bytes; an R-worker keeps 134,217,728"):
         journal = backend.workers[1].journal
@@ -246,7 +246,7 @@ def test_a_kept_session_opens_without_one_that_is_lost(
     ("settings", "message"),
     [
         ({}, "journal: r-workers keep it as long as the session's sequences: give --session and --keep-session"),
-        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences under the name that --session gives: give one"),
+        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences of the session that --session names: give one"),
         (
             {"keep_session": 9.0, "session": "a", "r_workers": "localhost:1", "tensor_parallel_size": 2},
             "keep no journal with tensor",

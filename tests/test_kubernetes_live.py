@@ -175,7 +175,7 @@ def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:
 
 
 def test_a_server_that_waits_for_r_workers_ends_when_told(tmp_path: Path) -> None:
-    """As pid 1 of a container the server would otherwise be killed, after the whole grace period."""
+    """The server, pid 1 of a container, would otherwise be killed after the whole grace period."""
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack)
         process = cluster.start("s-worker")

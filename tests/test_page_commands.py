@@ -212,7 +212,7 @@ def test_commands_are_found() -> None:
 
 @pytest.fixture
 def asked(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What a way may need, made only if it does."""
+    """Yield the fixtures that a command's function takes, made only for those that take them."""
     found = way(request.node.callspec.params["command"])
     names = inspect.signature(found).parameters if found else ()
     known = ("chat_model", "chat_server", "key_file", "tmp_path", "capsys")

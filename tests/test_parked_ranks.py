@@ -58,7 +58,7 @@ def counts(llm: LLM) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.thorough)])
 def test_second_turns_go_on_from_the_disks_of_two_ranks(model_type: str, chats: Any, tmp_path: Path) -> None:
-    """From the last token, since the model has states. One that lost a rank's file is computed again."""
+    """A turn goes on from the last token, since the model has states; one that lost a rank's file is computed again."""
     folder, first, second, answers = chats(model_type)
     settings = {"park_dir": str(tmp_path), "park_after": 0.0}
     with make_llm(folder, **settings) as llm:

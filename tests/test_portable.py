@@ -1,4 +1,4 @@
-"""An R-worker on a system that is not Linux, as far as Linux can be one: without what only its kernel has."""
+"""An R-worker on a system that is not Linux, imitated on Linux by hiding what only its kernel has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_LINUX = (
     "eventfd", "fdatasync", "memfd_create", "pidfd_open", "posix_fadvise", "posix_fallocate", "sched_getaffinity",
     "sched_setaffinity",
 )  # fmt: skip
-"""What module `os` of macOS lacks, of what this project calls."""
+"""Functions of module `os` that this project calls and macOS lacks."""
 
 WITHOUT = """
 import os, pathlib, sys
@@ -35,7 +35,7 @@ sys.exit(main())
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fastdecode` as started by ``r_workers``, on such a system."""
+    """Let ``r_workers`` start `fastdecode` as on such a system."""
     script, program = tmp_path / "without.py", tmp_path / "fastdecode"
     script.write_text(WITHOUT.format(names=[name for name in OF_LINUX if hasattr(os, name)]))
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')

@@ -1,4 +1,4 @@
-"""Prompt attention on the S-worker against formulas written down twice: in torch operations and in float64 numpy."""
+"""Prompt attention on the S-worker against formulas in torch operations and in float64 numpy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fastdecode.sworker.run.staging import pack
 LAYER = Dense(num_heads=4, num_kv_heads=4, key_head_dim=16, value_head_dim=16, scale=0.3)
 LAYOUT = KVLayout((LAYER,), "float32", "float32")
 SHAPES = {"first chunk": (23, 23), "one token": (1, 1), "later chunk": (7, 23), "last token": (1, 23)}
-"""Rows, and keys up to the last row."""
+"""Pairs of rows, and of keys up to the last row."""
 
 
 def rows(num_rows: int, num_keys: int, layer: Layer, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Random q, k, v as the model hands them over."""
+    """Return random q, k, v as the model hands them over."""
     generator = torch.Generator().manual_seed(num_rows + 100 * num_keys)
     heads = (
         (num_rows, layer.num_heads, layer.key_head_dim),
@@ -35,7 +35,7 @@ def rows(num_rows: int, num_keys: int, layer: Layer, dtype: torch.dtype = torch.
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Layer) -> np.ndarray:
-    """One query and head at a time, in float64: each sees the keys up to its own, at most ``window`` of them."""
+    """Compute one query and head at a time in float64; each sees keys up to its own, at most ``window`` of them."""
     queries, keys, values = (rows.double().numpy() for rows in (q, k, v))
     o = np.zeros((len(queries), layer.num_heads, layer.value_head_dim))
     for row, head in np.ndindex(len(queries), layer.num_heads):
@@ -55,7 +55,7 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Layer) -> 
 
 
 def relative_error(o: torch.Tensor, expected: np.ndarray) -> float:
-    """The largest of the norm-wise errors of all rows and heads."""
+    """Return the largest of the norm-wise errors of all rows and heads."""
     error = np.linalg.norm(o.double().numpy() - expected, axis=-1)
     return float((error / np.linalg.norm(expected, axis=-1)).max())
 
@@ -74,7 +74,7 @@ def test_all_shapes(shape: tuple[int, int], window: int, num_kv_heads: int, valu
 
 
 def test_the_one_head_of_latents_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernel reads the keys where they lie, for all query heads."""
+    """torch's kernel reads the keys where they are, for all query heads."""
     layer, given = replace(LAYER, num_kv_heads=1), []
     attend = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -118,7 +118,7 @@ def test_alibi(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many rows attend at once."""
+    """Any number of rows may attend at once."""
     monkeypatch.setattr(prompts, "MASK_ELEMENTS", mask_elements)
     layer = replace(LAYER, num_kv_heads=2, window=window, soft_cap=soft_cap, alibi_slopes=(0.7, 0.1, 0.0, -0.01))
     q, k, v = rows(*shape, layer, dtype)
@@ -140,7 +140,7 @@ def test_16_bit_floats(shape: tuple[int, int], soft_cap: float, window: int, dty
 
 
 def test_plain_layers_take_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those it has no notion of never do."""
+    """Plain layers use the fused kernel, and layers with other rules never do."""
     q, k, v = rows(7, 23, LAYER)
 
     def refuse(*_: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ def test_chunks_over_the_scratch_equal_the_whole_prompt() -> None:
 
 
 def test_scratch_writes_a_repeated_chunk_over_and_forgets() -> None:
-    """A step that failed is computed again, at the same place."""
+    """A failed step is computed again at the same place."""
     scratch = PromptScratch(LAYOUT)
     _, k, v = rows(10, 10, LAYER)
     scratch.extend(1, 0, 0, k[:6], v[:6])
@@ -199,7 +199,7 @@ def prompt_cache(kv_dtype: str = "float32") -> tuple[PromptCache, InprocBackend]
 
 
 def attend_chunks(cache: PromptCache, chunks: dict[int, tuple[int, int]], ends: bool = True) -> dict[int, list]:
-    """A step with tokens ``start`` to ``stop`` of each prompt: o of each layer, [rows, heads, dim]."""
+    """Run a step with tokens ``start`` to ``stop`` of each prompt; return o of each layer, [rows, heads, dim]."""
     listed = [Chunk(i, 0, a, [0] * (b - a), False, False, b == 40, False) for i, (a, b) in chunks.items()]
     packed = pack(MiniBatch.of(listed), torch.device("cpu"))
     cache.begin_step([MiniBatch.of([]), MiniBatch.of(listed)])
@@ -215,7 +215,10 @@ def attend_chunks(cache: PromptCache, chunks: dict[int, tuple[int, int]], ends: 
 
 
 def test_cached_prompts_get_the_same_bits_however_they_are_cut() -> None:
-    """And those of the formula; an abandoned step leaves nothing, and what is forgotten frees its blocks."""
+    """The bits are also those of the formula.
+
+    An abandoned step leaves nothing, and forgotten prompts free their blocks.
+    """
     cache, backend = prompt_cache()
     whole = attend_chunks(cache, {3: (0, 40), 8: (0, 40)})
     for sequence in (3, 8):
@@ -237,5 +240,5 @@ def test_cached_prompts_get_the_same_bits_however_they_are_cut() -> None:
     cache.begin_step([MiniBatch.of([])])
     cache.end_step()
     assert backend.blocks_used == 0
-    cache.forget(3)  # unknown by now
+    cache.forget(3)  # Prompt 3 is unknown by now.
     backend.close()

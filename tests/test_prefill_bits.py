@@ -1,4 +1,4 @@
-"""Prompts of prefill workers in 16 bits and quantised caches: bit for bit what the S-worker would have computed."""
+"""Prompts of prefill workers in 16 bits and quantised caches have the bits that the S-worker would compute."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ BOTH = "bfloat16", "float16"
 
 @pytest.fixture(scope="module", params=[BOTH[0], pytest.param(BOTH[1], marks=pytest.mark.thorough)])
 def workers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
-    """A dtype, and the addresses of three prefill workers that compute in it, for one test after another."""
+    """Yield a dtype, and the addresses of three prefill workers that compute in it, for one test after another."""
     with prefill_workers.threads(folder, 3, dtype=request.param) as addresses:
         yield request.param, addresses
 
 
 def each_once(values: Sequence[Any], names: str) -> pytest.MarkDecorator:
-    """Every other value with bfloat16 in ``make test``, all with both dtypes in ``make test-all``."""
+    """Parametrize: ``make test`` has every other value with bfloat16, ``make test-all`` all with both dtypes."""
     return pytest.mark.parametrize(
         ("workers", names),
         [
@@ -55,7 +55,7 @@ def each_once(values: Sequence[Any], names: str) -> pytest.MarkDecorator:
 
 
 class Watched:
-    """An engine that runs batches of the zoo's prompts; ``cached``: bytes of prompts as R-workers have them."""
+    """An engine that runs batches of the zoo's prompts; ``cached`` has prompts' bytes as R-workers store them."""
 
     def __init__(self, llm: LLM, policy: AnyParts | None = None) -> None:
         self.llm, self.engine, self.policy = llm, llm.engine, policy
@@ -64,7 +64,7 @@ class Watched:
         self.cached: dict[int, bytes] = {}
 
     def run(self, prompts: list[list[int]], kill_at: int = 0, sampled: bool = False) -> list[list[list[int]]]:
-        """Tokens of all of them; before step ``kill_at``, if any, an R-worker is killed."""
+        """Return the tokens of all prompts; before step ``kill_at``, if any, an R-worker is killed."""
         first = len(self.cached)
         for number, prompt in enumerate(prompts):
             self.engine.add_request(str(number), prompt, SAMPLED if sampled and number % 4 == 0 else GREEDY)
@@ -81,7 +81,7 @@ class Watched:
         return [found[number] for number in range(len(prompts))]
 
     def _look(self, prompts: list[list[int]], first: int) -> None:
-        """At sequences that have begun to decode."""
+        """Keep the cached bytes of sequences that have begun to decode."""
         for sequence in self.engine.scheduler.store.residents.decoding.values():
             number = first + [list(each) for each in prompts].index(list(sequence.prompt_token_ids))
             if number not in self.cached:
@@ -94,8 +94,10 @@ class Watched:
 def test_caches_and_tokens_are_those_of_the_s_worker(
     folder: Path, workers: tuple[str, str], kv_cache_dtype: str
 ) -> None:
-    """On chains of one to three workers (``make test``: one and three), twice: the second time half of each prompt is a
-    kept prefix."""
+    """Chains of one to three workers run twice; the second time half of each prompt is a kept prefix.
+
+    ``make test`` has chains of one and three.
+    """
     dtype, addresses = workers
     prompts = model_zoo.prompts(NAME)
     longer = [[*prompt, *prompts[0][: 20 + 7 * index]] for index, prompt in enumerate(prompts)]
@@ -117,8 +119,10 @@ def test_caches_and_tokens_are_those_of_the_s_worker(
 
 @each_once([("auto", 2), ("int4", 1)], "stored")
 def test_a_killed_r_worker_changes_no_token(folder: Path, workers: tuple[str, str], stored: tuple[str, int]) -> None:
-    """kill -9 in the prompts and later (``make test``: or later): what was computed on prefill workers is computed
-    again, there or here."""
+    """After kill -9 in the prompts or later, rows of prefill workers are computed again, there or here.
+
+    ``make test`` has only the later kill.
+    """
     (dtype, addresses), (kv_cache_dtype, kv_replicas) = workers, stored
     prompts = model_zoo.prompts(NAME) * 2
     settings = {**SETTINGS, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
@@ -136,7 +140,7 @@ def test_a_killed_r_worker_changes_no_token(folder: Path, workers: tuple[str, st
 
 @pytest.mark.thorough
 def test_preemptions_change_no_token(folder: Path, workers: tuple[str, str]) -> None:
-    """What is preempted is computed again by whoever has time."""
+    """Preempted prompts are computed again on either side."""
     dtype, addresses = workers
     prompts = model_zoo.prompts(NAME) * 2
     settings = {**SETTINGS, "dtype": dtype, "enable_prefix_caching": False}

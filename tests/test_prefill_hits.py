@@ -1,5 +1,8 @@
-"""Prompts that go on from a cached prefix, on prefill workers: their parts begin after it, and the first worker reads
-it from the R-worker. Over real sockets; the same without any is in test_prefill_parts.py and test_remote_prompts.py."""
+"""Prompts on prefill workers whose beginning is cached.
+
+Their parts begin after the prefix, which the first worker reads from the R-worker, here over real sockets.
+test_prefill_parts.py and test_remote_prompts.py have the same without sockets.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=-1)
 HITS = ((0, 112), (2, 32), (5, 64), (6, 16), (7, 144), (0, 192))
-"""Prompts of the zoo, and how many of their first tokens are cached: one block, several, and all tokens but one."""
+"""Prompts of the zoo, and the number of their cached tokens: one block, several, and all tokens but one."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def addresses(folder: Path) -> Iterator[str]:
-    """Of four workers, which serve one test after another."""
+    """Yield the addresses of four workers, which serve one test after another."""
     with prefill_workers.threads(folder, 4) as found:
         yield found
 
 
 class Run:
-    """An engine whose prefill workers compute what comes after a hit, and nothing else; ``seen`` has what they did."""
+    """An engine whose prefill workers compute only what follows a hit; ``seen`` has what they did."""
 
     def __init__(self, llm: LLM, sizes: tuple[int, ...] = (), seed: int = 0) -> None:
         self.llm, self.seen = llm, []
@@ -59,7 +62,7 @@ class Run:
             llm.engine.prefills.on_prefilled = self.seen.append
 
     def __call__(self, index: int, cached: int, params: SamplingParams = GREEDY) -> Any:
-        """The output for a prompt of the zoo once its first tokens are cached."""
+        """Return the output for a prompt of the zoo once its first tokens are cached."""
         prompt = model_zoo.prompts(NAME)[index]
         self.llm.engine.reset_prefix_cache()
         self.llm.generate([{"prompt_token_ids": prompt[:cached]}], FIRST, use_tqdm=False)
@@ -67,7 +70,7 @@ class Run:
 
 
 class OnlyHits(AnyParts):
-    """A policy for tests: random parts of what comes after a cached prefix."""
+    """A policy for tests: random parts of what follows a cached prefix."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> Any:
         """See ``PrefillPolicy``."""
@@ -80,7 +83,7 @@ def expected(index: int) -> list[int]:
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 3, 4))])
 def test_tokens_are_those_of_generate(folder: Path, addresses: str, size: int) -> None:
-    """After one block, several, and all tokens but one; and the traffic is as the formula says."""
+    """One block, several, or all tokens but one are cached, and the traffic is as the formula says."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:
         run = Run(llm, (size,), seed=size)
         row_bytes = sum(layer.token_bytes("float32") for layer in llm.engine.s_model.layout.layers)
@@ -98,7 +101,7 @@ def test_tokens_are_those_of_generate(folder: Path, addresses: str, size: int) -
 
 
 def handed_out(llm: LLM) -> list[RemotePrefill]:
-    """Gets each prompt that goes to prefill workers."""
+    """Return a list that gets each prompt as it goes to prefill workers."""
     assert llm.engine.prefills is not None
     found: list[RemotePrefill] = []
     submit = llm.engine.prefills.backend.submit
@@ -129,7 +132,7 @@ def test_a_sixteen_bit_model(tmp_path: Path) -> None:
 
 
 def check_nearness(folder: Path, addresses: str, settings: dict[str, Any], exact: list[np.ndarray]) -> None:
-    """Beside an engine without prefill workers that is in the same state."""
+    """Compare with an engine without prefill workers that is in the same state."""
     with LLM(str(folder), **settings) as llm:
         without = [logprobs(Run(llm)(*hit, FIRST)) for hit in HITS]
     with LLM(str(folder), prefill_workers=addresses, **settings) as llm:
@@ -144,13 +147,13 @@ def check_nearness(folder: Path, addresses: str, settings: dict[str, Any], exact
 
 
 def reference_logprobs(index: int) -> np.ndarray:
-    """Of the first token, by transformers."""
+    """Return transformers' log-probabilities of the first token."""
     logits = model_zoo.reference_logits(model_zoo.build_model(NAME), model_zoo.prompts(NAME)[index], [0])[0]
     return logits.log_softmax(dim=-1).numpy()
 
 
 def logprobs(output: Any) -> np.ndarray:
-    """Of the first token, by token id."""
+    """Return log-probabilities of the first token, by token id."""
     first = output.logprobs[0]
     return np.array([first[token].logprob for token in sorted(first)])
 
@@ -164,7 +167,7 @@ def test_those_that_gather_all_form_a_chain_after_a_hit(folder: Path, addresses:
 
 @pytest.mark.slow
 def test_the_prefix_is_evicted_while_the_prompt_is_under_way(folder: Path, addresses: str) -> None:
-    """Its blocks stay until the sequence that was forked from it ends; aborts give them back."""
+    """The prefix's blocks stay until the sequence that was forked from it ends, and aborts free them."""
     with LLM(str(folder), prefill_workers=addresses, **SETTINGS) as llm:
         run, engine = Run(llm, (2,)), llm.engine
         for turn in range(3):
@@ -175,7 +178,8 @@ def test_the_prefix_is_evicted_while_the_prompt_is_under_way(folder: Path, addre
             while len(run.policy.started_jobs) == before:
                 tokens += engine.step()
             engine.reset_prefix_cache()
-            engine.add_request("other", model_zoo.prompts(NAME)[7], GREEDY)  # writes what blocks the eviction freed
+            # This request writes the blocks that the eviction freed.
+            engine.add_request("other", model_zoo.prompts(NAME)[7], GREEDY)
             if turn % 3 == 2:
                 engine.abort_request(["hit"])
             while engine.has_unfinished_requests():
@@ -188,7 +192,7 @@ def test_the_prefix_is_evicted_while_the_prompt_is_under_way(folder: Path, addre
 
 @pytest.mark.slow
 def test_r_workers_are_killed_while_prompts_go_on_from_their_prefixes(folder: Path, addresses: str) -> None:
-    """The prompt is computed from its tokens on those that are left."""
+    """The prompt is computed from its tokens on the remaining R-workers."""
     settings = {**SETTINGS, "r_workers": "spawn:3", "kv_cache_memory": "32MiB"}
     with LLM(str(folder), prefill_workers=addresses, **settings) as llm:
         run, engine = Run(llm, (2, 3)), llm.engine
@@ -205,5 +209,5 @@ def test_r_workers_are_killed_while_prompts_go_on_from_their_prefixes(folder: Pa
             while engine.has_unfinished_requests():
                 tokens += engine.step()
             assert list(tokens[-1].outputs[0].token_ids) == expected(0)
-        assert len(run.policy.started_jobs) >= 2  # a third where a broken connection is heard of first
+        assert len(run.policy.started_jobs) >= 2  # A third job starts where a broken connection is noticed first.
         assert_nothing_held(engine)

@@ -1,7 +1,7 @@
-"""Prompts cut into parts: keys and values handed from worker to worker, and the logits that come out at the end.
+"""Prompts cut into parts: keys and values passed from worker to worker, and the logits at the end.
 
-The workers are threads of this process, and what they send is put straight into the next one's places; the same over
-processes and sockets is in test_prefill_workers.py.
+The workers are threads of this process, and what they send is put straight into the next one's buffers.
+test_prefill_workers.py has the same over processes and sockets.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ SIXTEEN_BITS = [
     ("float16", "int8"),
     ("float16", "int4"),
 ]
-"""Dtypes of the model and of the caches."""
+"""Pairs of model and cache dtypes."""
 
 
 def prompt_of(method: str, part: int, bounds: tuple[int, ...], next_place: Place | None = None) -> Prompt:
-    """One R-worker stores all of it, and has the prefix if there is one."""
+    """Return a prompt that one R-worker stores whole; it also has the prefix, if there is one."""
     prefix = (PlacedRows((PLACE,), 0, bounds[0], 1),) if bounds[0] else ()
     return Prompt(1, method, part, bounds, next_place, (PlacedRows((PLACE,), 0, bounds[-1], 1),), prefix)
 
 
 class Chain:
-    """All parts of one prompt; ``rows_stored`` has what went to the R-worker: k and v by layer and first position.
+    """All parts of one prompt; ``rows_stored`` has the R-worker's k and v by layer and first position.
 
     ``before``: a chain that has stored the tokens before ``bounds[0]``.
     """
@@ -109,7 +109,7 @@ class Chain:
         return send
 
     def _read(self, layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
-        """A moment later, in another thread."""
+        """Answer a read of the prefix a moment later, in another thread."""
         assert self._before is not None
         stored[...] = self._before.as_stored(layer, len(stored))
         self.asked.append(layer)
@@ -121,7 +121,7 @@ class Chain:
         return k.nbytes + v.nbytes
 
     def as_stored(self, layer: int, num_tokens: int) -> np.ndarray:
-        """The first tokens as the R-worker's cache has them, uint8 [num_tokens, bytes]."""
+        """Return the first tokens as the R-worker's cache stores them, uint8 [num_tokens, bytes]."""
         caches = LayerCaches(self.layout, make_cache)
         stored_bytes = self.layout.layers[layer].token_bytes(self.layout.kv_dtype)
         prefix = np.zeros((0, stored_bytes), np.uint8)
@@ -134,7 +134,7 @@ class Chain:
             caches.close()
 
     def rows(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """k and v of the whole prompt as the R-worker gets them."""
+        """Return k and v of the whole prompt as the R-worker gets them."""
         starts = sorted(start for at, start in self.rows_stored if at == layer)
         k, v = zip(*(self.rows_stored[layer, start] for start in starts), strict=True)
         return np.concatenate(k), np.concatenate(v)
@@ -149,8 +149,10 @@ def attention_of(layout: KVLayout, by_torch: bool) -> PartAttention:
 
 
 def run(model: SModel, chain: Chain, by_torch: bool = False) -> np.ndarray:
-    """Logits of the prompt's last token. Every part is in a thread of its own; one at a time is in the model, which
-    takes turns only at attention calls."""
+    """Return the logits of the prompt's last token.
+
+    Every part has a thread, of which one at a time is in the model; they take turns only at attention calls.
+    """
     turn = threading.Lock()
 
     def compute(job: PromptJob) -> np.ndarray | None:
@@ -176,7 +178,7 @@ def run(model: SModel, chain: Chain, by_torch: bool = False) -> np.ndarray:
     with ThreadPoolExecutor(len(chain.jobs)) as threads:
         futures = [threads.submit(compute, job) for job in chain.jobs]
     failures = [error for each in futures if (error := each.exception())]
-    if failures:  # the first cancels the others
+    if failures:  # The first failure cancels the other parts.
         raise next((error for error in failures if not isinstance(error, JobCancelledError)), failures[0])
     *others, logits = [each.result() for each in futures]
     assert others == [None] * len(others)
@@ -243,7 +245,7 @@ def begun(chain: Chain) -> Chain:
     ],
 )
 def test_sixteen_bits_do_not_depend_on_the_cuts(name: str, dtype: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Neither the last token's logits nor what is stored, with a prefix or without."""
+    """Neither the last token's logits nor the stored rows depend on the cuts, with a prefix or without."""
     model = load(name, tmp_path, dtype)
     layout = replace(model.layout, kv_dtype=kv_dtype)
     prompt = model_zoo.prompts(name)[0]
@@ -259,7 +261,7 @@ def test_sixteen_bits_do_not_depend_on_the_cuts(name: str, dtype: str, kv_dtype:
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_torch_attends_as_the_kernels_do(llama: SModel, kv_dtype: str) -> None:
-    """As on a GPU: over keys and values before they are stored, but for those of a prefix."""
+    """torch attends keys and values before they are stored, as on a GPU, except those of a prefix."""
     layout = replace(llama.layout, kv_dtype=kv_dtype)
     prompt = model_zoo.prompts("llama-gqa")[0]
     whole = Chain(layout, prompt, (0, 200))
@@ -283,7 +285,7 @@ def test_keys_and_values_of_the_first_part_do_not_depend_on_the_others(llama: SM
 
 
 def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
-    """KV-Runahead, section 4.2: a chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1)."""
+    """A chain sends C(p-1)/2 rows of k and of v per layer, an all-gather C(p-1): KV-Runahead, section 4.2."""
     prompt = model_zoo.prompts("llama-gqa")[0]
     row_bytes = sum(layer.token_bytes("float32") for layer in llama.layout.layers)
     for method, rows in (("kvr", 50 + 100 + 150), ("tsp", 200 * 3)):
@@ -295,7 +297,7 @@ def test_traffic_is_that_of_the_formulas(llama: SModel) -> None:
 
 @pytest.mark.parametrize("bounds", [(16, 200), (199, 200), (96, 97, 98, 200), (128, 150, 170, 190, 200)], ids=str)
 def test_parts_after_a_prefix(llama: SModel, bounds: tuple[int, ...]) -> None:
-    """The logits, the rows and the traffic; the first worker alone asks for the prefix, each layer once and ahead."""
+    """Logits, rows and traffic are right; only the first worker asks for the prefix, each layer once and ahead."""
     prompt = model_zoo.prompts("llama-gqa")[0]
     whole = Chain(llama.layout, prompt, (0, 200))
     expected = run(llama, whole)
@@ -345,7 +347,7 @@ def test_a_cancelled_job_ends_at_its_next_layer_or_wait(llama: SModel) -> None:
 
 
 def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> None:
-    """Of two copies in two ranges each, R-workers go: told beforehand, or found when rows are sent to them."""
+    """Two ranges have two copies each; one R-worker is lost beforehand and one when rows are sent to it."""
     chain = Chain(llama.layout, model_zoo.prompts("llama-gqa")[0], (0, 200))
     prompt, tokens, sent, told = chain.jobs[0].prompt, chain.jobs[0].token_ids, Counter[int](), []
 
@@ -364,7 +366,7 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
     compute_part(llama.code, attention_of(llama.layout, False), tokens.tolist(), 0, True, job.exchange)
     num_layers = len(llama.layout.layers)
     assert (sent, job.stores.missed) == ({1: 120 * num_layers, 3: 80 * num_layers}, {2, 4})
-    job.stores.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports
+    job.stores.when_stored([1, 1, 2, 3, 4], lambda: told.append(1))  # R-worker 1 has two ports.
     for ticket in (1, 3):
         job.stores.stored(ticket)
     assert not told
@@ -378,7 +380,7 @@ def test_a_part_goes_on_while_each_row_is_stored_somewhere(llama: SModel) -> Non
 
 
 def test_early_rows_are_counted_and_limited() -> None:
-    """What is taken or forgotten makes room again."""
+    """Rows that are taken or forgotten make room again."""
     rows = np.zeros((2, 1, 4), np.float32)
     early = EarlyRows(most_bytes=3 * 2 * rows.nbytes)
     for job_id, start in ((1, 0), (2, 0), (1, 2)):
@@ -406,7 +408,7 @@ def test_rows_without_a_place_are_refused(llama: SModel) -> None:
 
 
 def test_rows_that_came_early_are_taken_in_by_their_bytes() -> None:
-    """Keys that have values in them have one part, as those of a prefix; so they may have come as such."""
+    """Keys that contain the values have one part, as a prefix's rows have, so they may arrive as such."""
     layout = KVLayout((Latent(2, 1, 6, 4, 1.0),), "float32", "float32")
     job = Chain(layout, [0] * 30, (0, 20, 30)).jobs[1]
     keys = np.arange(120, dtype=np.float32).reshape(20, 1, 6)
@@ -420,7 +422,7 @@ def test_rows_that_came_early_are_taken_in_by_their_bytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("start", "num_rows", "num_keys"), [(0, 33, 33), (1, 32, 33), (70, 9, 79), (40, 20, 90)])
 def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
-    """By torch, also where there are later keys."""
+    """torch attends, also where there are later keys."""
     layer = Dense(num_heads=4, num_kv_heads=2, key_head_dim=16, value_head_dim=16, scale=0.3)
     generator = torch.Generator().manual_seed(start)
     shapes = ((num_rows, 4, 16), (num_keys, 2, 16), (num_keys, 2, 16))
@@ -433,7 +435,7 @@ def test_parts_attend_as_the_formula_says(start: int, num_rows: int, num_keys: i
 
 
 def test_a_worker_that_is_gone_before_hello_is_named() -> None:
-    """So is one with another key, where the handshake has failed by then."""
+    """The error names the worker; one with another key is named if the handshake has failed by then."""
     mine, theirs = socket.socketpair()
     theirs.close()
     client = PrefillClient("p", lambda: Link(StreamChannel(mine)))

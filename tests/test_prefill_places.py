@@ -1,4 +1,4 @@
-"""Prompts of prefill workers that are stored in ranges, or twice, over real sockets: the tokens of one R-worker."""
+"""Prompts of prefill workers stored in ranges, or twice, over real sockets, give the tokens of one R-worker."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def addresses(folder: Path) -> Iterator[str]:
 
 
 def batches() -> list[list[list[int]]]:
-    """Texts, texts of which some go on from these, and others."""
+    """Return batches of texts: some, then some that continue these, and others."""
     first, longer = texts_that_grow(LENGTHS)
     return [first, longer, [text[::-1] for text in first]]
 
 
 def params_of(number: int) -> SamplingParams:
-    """Each third text is sampled, several times."""
+    """Return sampling parameters; each third text is sampled, several times."""
     return SAMPLED if number % 3 == 0 else GREEDY
 
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> list[list[list[list[int]]]]:
-    """Of one R-worker, without prefill workers."""
+    """Return the tokens of one R-worker without prefill workers."""
     with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
         return [Watched(llm).run(texts, params_of) for texts in batches()]
 
@@ -70,7 +70,7 @@ def wanted(folder: Path) -> list[list[list[list[int]]]]:
 def test_tokens_are_those_of_one_r_worker(
     folder: Path, addresses: str, wanted: list[list[list[list[int]]]], pair: str
 ) -> None:
-    """And those that go on from kept prefixes read these from all their R-workers; then one is killed."""
+    """Prompts with a kept prefix read it from all its R-workers, of which one is killed in the end."""
     with LLM(str(folder), r_workers="spawn:3", prefill_workers=addresses, **SETTINGS, **PAIRS[pair]) as llm:
         there = Watched(llm, range(3))
         assert [there.run(texts, params_of) for texts in batches()[:2]] == wanted[:2]
@@ -80,13 +80,13 @@ def test_tokens_are_those_of_one_r_worker(
         there.handed.clear()
         kill = partial(os.kill, r_workers.spawned_pids(llm)[1], signal.SIGKILL)
         assert there.run(batches()[2], params_of, {2: kill}) == wanted[2]
-        assert pair != "two copies" or len(there.handed) == len(LENGTHS)  # each goes on with its other copy
+        assert pair != "two copies" or len(there.handed) == len(LENGTHS)  # Each sequence goes on with its other copy.
         assert_stored_as(pair, there.handed)
         assert_nothing_held(llm.engine)
 
 
 def assert_stored_as(pair: str, handed: list[RemotePrefill]) -> None:
-    """Each prompt had as many places as its ranges and copies ask for."""
+    """Assert that each prompt was stored at as many R-workers as its ranges and copies ask for."""
     assert handed
     for each in handed:
         ranges, places = {store.start for store in each.stores}, len(each.stores)

@@ -1,4 +1,4 @@
-"""Where prompts are computed: the policy beside every choice there is, and what measured times do to it."""
+"""The choice of where prompts are computed, against every other choice, and with measured times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 
 @dataclass(frozen=True)
 class Stub:
-    """A millisecond per token and worker, and a fixed cost of a chain that grows with its length."""
+    """A model of a millisecond per token and worker, and a fixed cost of a chain that grows with its length."""
 
     hand_over_seconds: float = 0.1
 
@@ -49,7 +49,7 @@ def test_a_lone_prompt_takes_all_workers_and_many_take_one_each() -> None:
 
 
 def test_a_prompt_stays_on_the_s_worker_where_that_is_sooner() -> None:
-    """Short ones; long ones while the workers are busy; but not while others would stand still meanwhile."""
+    """Short prompts stay, and long ones while the workers are busy, unless other sequences would wait meanwhile."""
     policy = LeastWaiting(Stub(), lambda num_tokens, context_len: 0.05 + num_tokens * 2e-3, range(2))
     assert policy.assign(40) != ()
     assert LeastWaiting(Stub(0.1), lambda num_tokens, context_len: num_tokens * 5e-4, range(2)).assign(40) == ()
@@ -65,7 +65,7 @@ def test_no_workers_and_fewer_tokens_than_workers() -> None:
 
 
 def least_waited(free: list[float], num_tokens: int, waiting: int, stub: Stub) -> float:
-    """The least over every choice of workers, in every order, by the rule's own words."""
+    """Return the least wait over every choice of workers, in every order, by the rule's own words."""
     found = []
     for size in range(1, len(free) + 1):
         for chosen in itertools.permutations(free, size):
@@ -103,7 +103,7 @@ def test_no_choice_of_equal_workers_makes_all_wait_less(
 
 
 def test_what_a_prompt_took_corrects_its_workers() -> None:
-    """Worker 1 takes four times as long as predicted: it gets less and less, and still its share of the queue."""
+    """Worker 1 takes four times as long as predicted; it gets less and less, but still a share of the queue."""
     model = PrefillTimes(4, MeasuredSPart((100,), (0.1,), (0.0,)), PromptAttentionTimes(1e-9), 1.0)
     policy = LeastWaiting(Forecast(model), workers=range(2))
     now = 0.0
@@ -133,7 +133,7 @@ def test_an_abort_says_nothing_about_speed_and_frees_the_workers() -> None:
 
 
 def test_a_late_prompt_still_holds_its_worker() -> None:
-    """The first of a chain is done as predicted; the last is not, and what its worker has yet to do comes after it."""
+    """The first worker of a chain ends as predicted and the last does not, so the last one's next work waits."""
     policy = LeastWaiting(Stub(0.01), workers=range(2))
     policy.started(1, (PrefillPart(0, 0, 100), PrefillPart(1, 100, 200)))
     policy.started(2, (PrefillPart(1, 0, 300),))
@@ -143,7 +143,7 @@ def test_a_late_prompt_still_holds_its_worker() -> None:
 
 
 def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
-    """The longer the prefix, the longer its prompt takes, and the less the last part costs more than the first."""
+    """The longer the prefix, the longer the prompt takes, and the less the last part costs more than the first."""
     model = PrefillTimes(
         4, MeasuredSPart((100,), (1e-3,), (0.0,)), PromptAttentionTimes(1e-6), 10.0, PrefillLink(1e9, 1e-4)
     )
@@ -166,7 +166,7 @@ def test_parts_begin_after_a_prefix_and_its_attention_counts() -> None:
 
 @pytest.mark.parametrize("num_decoding", [0, 8])
 def test_few_tokens_after_a_long_prefix_stay_with_the_s_worker(num_decoding: int) -> None:
-    """Its R-worker has the prefix, which would take 8 · 16 ms to a prefill worker; 2,000 tokens are worth that."""
+    """Sending the prefix to a prefill worker takes 8 · 16 ms, which pays for 2,000 tokens, but not for few."""
     here = PrefillTimes(8, MeasuredSPart((1, 1000), (2e-4, 0.2), (0.0, 0.0)), PromptAttentionTimes(1e-9), 2048.0)
     forecast = Forecast(replace(here, link=PrefillLink(1e9)))
     policy = LeastWaiting(forecast, lambda n, context: here.alone_seconds(n, context_len=context), range(2))

@@ -1,4 +1,4 @@
-"""Prompts of prefill workers beside two ranks: each rank's R-worker gets its KV heads, and the tokens stay the same."""
+"""Prompts of prefill workers beside two ranks: each rank's R-worker gets its KV heads, and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def params_of(number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> list[list[list[list[int]]]]:
-    """Of one rank with one R-worker, without prefill workers."""
+    """Return the tokens of one rank with one R-worker, without prefill workers."""
     with LLM(str(folder), r_workers="inproc:1", kv_shard_tokens=2048, **SETTINGS) as llm:
         return [Watched(llm).run(texts, params_of) for texts in texts_that_grow(LENGTHS)]
 
@@ -50,8 +50,10 @@ def wanted(folder: Path) -> list[list[list[list[int]]]]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list[list[list[list[int]]]]) -> None:
-    """In ranges with two copies and from kept prefixes. Then R-workers of either rank are killed, and a prefill worker,
-    while prompts are under way."""
+    """Prompts are stored in ranges with two copies, and begin with kept prefixes.
+
+    Then R-workers of either rank and a prefill worker are killed while prompts are computed.
+    """
     with (
         prefill_workers.process(folder, "--max-model-len", "2048", "--hf-overrides", HF_OVERRIDES) as (mortal, last),
         LLM(
@@ -62,7 +64,7 @@ def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list
         there = Watched(llm, range(3))
         assert [there.run(texts, params_of) for texts in texts_that_grow(LENGTHS)] == wanted
         assert any(each.prefix for each in there.handed) and any(len(each.stores) > 2 for each in there.handed)
-        assert len(there.computed) == len(there.handed)  # no way to an R-worker failed
+        assert len(there.computed) == len(there.handed)  # No connection to an R-worker failed.
         assert_nothing_held(llm.engine)
         (rank,) = children_of(os.getpid(), "tensor_parallel.process")
         here, theirs = r_workers.spawned_pids(llm), children_of(rank, "r-worker")
@@ -78,7 +80,10 @@ def test_tokens_are_those_of_one_rank(folder: Path, addresses: str, wanted: list
 
 
 def kill_while_under_way(there: Watched, victim: int, killed: list[int]) -> None:
-    """Once, before the step after the one that handed prompts out; on a loaded machine they may be done by then."""
+    """Kill ``victim`` once, before the step after the one that sent prompts out.
+
+    On a loaded machine the prompts may be computed by then.
+    """
     if there.handed and not killed:
         os.kill(victim, signal.SIGKILL)
         killed.append(victim)

@@ -1,4 +1,4 @@
-"""Prompts computed by prefill workers over real sockets: same tokens as without them, whatever happens to whom."""
+"""Prompts computed by prefill workers over real sockets have the same tokens, whatever fails."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 512, 
 NAME = "llama-gqa"
 GATHERING = ("llama-gqa", "gemma2", "gpt_oss", "bloom")
 OVER_SOCKETS = ("gpt_oss", "falcon-40b")
-"""In ``make test``; test_prefill_parts.py has every architecture's parts, and ``make test-all`` all of them here."""
+"""Architectures in ``make test``; ``make test-all`` has all. test_prefill_parts.py has every architecture's parts."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saves each architecture once and returns its folder."""
+    """Return a function that saves each architecture once and returns its folder."""
     root = tmp_path_factory.mktemp("zoo")
 
     @cache
@@ -49,7 +49,7 @@ def make_llm(folder: Path, addresses: str, **settings: Any) -> LLM:
 
 
 def generate(llm: LLM, prompts: list[list[int]], policy: AnyParts | None = None) -> list[list[int]]:
-    """Token ids of every prompt; nothing stays behind."""
+    """Return the token ids of every prompt, and check that nothing stays behind."""
     if policy:
         llm.engine.scheduler.remote_prompts.policy = policy
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False)
@@ -67,8 +67,10 @@ def expected(name: str = NAME) -> list[list[int]]:
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OVER_SOCKETS)) for name in model_zoo.ARCHITECTURES],
 )
 def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
-    """All chains of one to three workers (``make test-all``: four), in random parts; for some, also all of them
-    gathering all."""
+    """All chains of one to three workers compute random parts, and for some architectures also gather all.
+
+    ``make test-all`` has chains of four.
+    """
     workers = list(range(4 if SEES_ALL else 3))
     with prefill_workers.threads(folder(name), len(workers)) as addresses:
         for method in ("kvr", "tsp")[: 1 + (name in GATHERING)]:
@@ -80,7 +82,7 @@ def test_every_architecture_matches_generate(name: str, folder: Any) -> None:
 
 @pytest.mark.slow
 def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
-    """The first steps have no row: they sample the first tokens of prompts that prefill workers computed."""
+    """The first steps have no row, but sample the first tokens of prompts that prefill workers computed."""
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     with (
         prefill_workers.threads(folder(), 2) as addresses,
@@ -100,7 +102,7 @@ def test_a_draft_policy_beside_prefill_workers(folder: Any) -> None:
     ],
 )
 def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> None:
-    """The cache that prefill workers fill is the one that the S-worker would have filled."""
+    """Prefill workers fill the cache with what the S-worker would have stored."""
     prompts = model_zoo.prompts(NAME)
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(prefill_workers.threads(folder(), 2))
@@ -115,7 +117,7 @@ def test_every_kind_of_r_worker(kind: str, kv_cache_dtype: str, folder: Any) -> 
 
 @pytest.mark.slow
 def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that samples the first token is interrupted: the next one samples it, from the same logits."""
+    """The step that samples the first token is interrupted, and the next one samples it from the same logits."""
     with prefill_workers.threads(folder(), 2) as addresses, make_llm(folder(), addresses) as llm:
         engine = llm.engine
         engine.scheduler.remote_prompts.policy = AnyParts([0, 1])
@@ -139,7 +141,7 @@ def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_spawned_workers_are_killed_again_and_again(folder: Any) -> None:
-    """Two of three are killed at random moments while prompts are under way: no request is lost, no token differs."""
+    """Two of three are killed at random moments while they compute prompts: no request is lost, no token differs."""
     with make_llm(folder(), "spawn:3", prefill_threads=1) as llm:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0, 1, 2], sizes=(2, 3))
         pids = [client.process_id for client in llm.engine.prefills.backend.clients]
@@ -198,7 +200,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("security", ["encrypt", pytest.param("authenticate", marks=pytest.mark.thorough)])
 def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
-    """On every connection: S-worker, prefill workers and R-worker."""
+    """The S-worker, prefill workers and the R-worker use the key on every connection."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef0123456789abcdef")
     key.chmod(0o600)
@@ -218,7 +220,7 @@ def test_with_a_key(security: str, folder: Any, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_one_joins_a_running_job(folder: Any) -> None:
-    """And takes prompts from then on, also once the first is gone."""
+    """The new prefill worker gets prompts from then on, also once the first is gone."""
     with (
         prefill_workers.process(folder()) as (first, address),
         make_llm(folder(), address, pool_listen="127.0.0.1:0") as llm,
@@ -270,5 +272,5 @@ def test_a_second_s_worker_is_told_who_is_served(folder: Any) -> None:
             pytest.raises(BackendError, match="serves another S-worker"),
         ):
             make_llm(folder(), address)
-        with make_llm(folder(), address) as llm:  # once the first has gone
+        with make_llm(folder(), address) as llm:  # The first worker has left.
             assert generate(llm, model_zoo.prompts(NAME)[:1]) == expected()[:1]

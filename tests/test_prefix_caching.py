@@ -1,4 +1,4 @@
-"""Prefix caching and preemption change no token: real models, real R-workers, references that can fail."""
+"""Prefix caching and preemption change no token, by real models, real R-workers, and references that can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "llama-gqa"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
@@ -39,7 +39,7 @@ def expected() -> list[list[int]]:
 
 
 def memory_for(llm_folder: Path, num_blocks: int) -> int:
-    """Bytes of a cache of so many blocks of 16 tokens."""
+    """Return the bytes of a cache of so many blocks of 16 tokens."""
     with make_llm(llm_folder) as llm:
         return num_blocks * 16 * llm.engine.s_model.layout.kv_bytes_per_token
 
@@ -57,7 +57,7 @@ def memory_for(llm_folder: Path, num_blocks: int) -> int:
     ids=str,
 )
 def test_the_same_prompts_again_are_found_and_give_the_same_tokens(folder: Path, settings: dict[str, Any]) -> None:
-    """All prompts; again; and all longer prompts cut back to three quarters, which end inside what is kept."""
+    """All prompts come twice, and then the longer ones cut to three quarters, which end inside what is kept."""
     prompts = model_zoo.prompts(NAME)
     with make_llm(folder, **settings) as llm:
         first, second = run(llm, prompts), run(llm, prompts)
@@ -73,7 +73,7 @@ def test_the_same_prompts_again_are_found_and_give_the_same_tokens(folder: Path,
 
 
 def test_what_was_generated_is_found_too(folder: Path) -> None:
-    """A conversation: the second prompt is the first with its output and something new."""
+    """In a conversation the second prompt is the first with its output and something new."""
     prompt, tokens = model_zoo.prompts(NAME)[0], expected()[0]
     follow_up = [*prompt, *tokens, 5, 6, 7]
     with make_llm(folder) as fresh:
@@ -81,7 +81,7 @@ def test_what_was_generated_is_found_too(folder: Path) -> None:
     with make_llm(folder) as llm:
         run(llm, [prompt])
         assert run(llm, [follow_up]) == wanted
-        whole = (len(prompt) + NUM_TOKENS - 1) // 16 * 16  # the last token's keys were never computed
+        whole = (len(prompt) + NUM_TOKENS - 1) // 16 * 16  # The last token's keys were never computed.
         assert llm.engine.scheduler.statistics.prefix_hit_tokens == whole
         llm.engine.reset_prefix_cache()
         assert run(llm, [follow_up]) == wanted
@@ -89,7 +89,7 @@ def test_what_was_generated_is_found_too(folder: Path) -> None:
 
 
 def test_requests_wait_for_a_prefix_that_is_being_computed(folder: Path) -> None:
-    """Eight requests at once with one long beginning: computed once, in several chunks, and forked seven times."""
+    """Eight requests with one long beginning compute it once, in several chunks, and fork it seven times."""
     prefix = [i * 7 % 500 for i in range(160)]
     prompts = [[*prefix, 3 + i, 9, 11 * i] for i in range(8)]
     with make_llm(folder, enable_prefix_caching=False) as plain:
@@ -128,7 +128,7 @@ SMALL_STEPS = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "num_mini_batche
 def test_preempted_sequences_get_the_tokens_they_would_have_had(
     folder: Path, caching: bool, settings: dict[str, Any]
 ) -> None:
-    """A cache of one longest sequence and a little more, for eight: the youngest are computed again, several times."""
+    """The cache holds little more than one longest sequence of eight, so the youngest are computed again often."""
     prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     longest = max(len(prompt) for prompt in prompts) + 64
@@ -141,7 +141,7 @@ def test_preempted_sequences_get_the_tokens_they_would_have_had(
 
 
 def test_a_retained_prefix_gives_way_to_whoever_needs_the_room(folder: Path) -> None:
-    """Many different prompts through a small cache: old prefixes go, nothing fails, recent ones are still found."""
+    """Many prompts use a small cache: old prefixes are evicted, nothing fails, and recent ones are hits."""
     memory = memory_for(folder, 20)
     prompts = [[(i * 31 + j * 7) % 500 for j in range(100)] for i in range(12)]
     with make_llm(folder, kv_cache_memory=memory, max_model_len=200, max_num_seqs=2) as llm:
@@ -155,7 +155,7 @@ def test_a_retained_prefix_gives_way_to_whoever_needs_the_room(folder: Path) -> 
 
 
 def test_samples_of_one_prompt_survive_preemption(folder: Path) -> None:
-    """Four seeded samples with too little room: the same texts as with plenty."""
+    """Four seeded samples with too little room have the same texts as with plenty."""
     prompt = model_zoo.prompts(NAME)[0]
     params = SamplingParams(temperature=1.0, n=4, seed=7, max_tokens=60, ignore_eos=True, detokenize=False)
 

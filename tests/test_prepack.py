@@ -1,4 +1,4 @@
-"""Packed linear layers give what torch's own give, whatever their company, and keep no weight twice."""
+"""Packed linear layers give what torch's own give, in any batch, and keep no weight twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pack(model: torch.nn.Module) -> PackedLinears:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 129, 300])
 def test_packed_product_matches(dtype: torch.dtype, bias: bool, num_rows: int) -> None:
-    """Against the same product in float64."""
+    """The product agrees with one in float64."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 72, bias=bias).to(dtype)
     weight, offset = linear.weight.detach().double(), linear.bias.detach().double() if bias else None
@@ -59,7 +59,7 @@ def test_packed_product_matches(dtype: torch.dtype, bias: bool, num_rows: int) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_shared_product_matches(dtype: torch.dtype, bias: bool) -> None:
-    """Also where one layer is called with other rows, and again with the same."""
+    """One layer is also called with other rows, and again with the same."""
     torch.manual_seed(0)
     model, plain = Attention(bias).to(dtype), Attention(bias).to(dtype)
     plain.load_state_dict(model.state_dict())
@@ -83,7 +83,7 @@ def test_a_shared_product_keeps_no_rows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (576, 192), (2816, 256)])
 def test_a_row_gets_the_same_bits_in_any_company(dtype: torch.dtype, inputs: int, outputs: int) -> None:
-    """Whatever the number of rows, its place among them and the number of threads."""
+    """The bits depend neither on the number of rows, nor on the row's place, nor on the number of threads."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(inputs, outputs).to(dtype)
     pack(torch.nn.Sequential(linear))
@@ -102,7 +102,7 @@ def test_a_row_gets_the_same_bits_in_any_company(dtype: torch.dtype, inputs: int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_let_go_and_read_back(dtype: torch.dtype) -> None:
-    """They hold no memory, count as parameters, and ``state_dict`` and ``undo`` give the very bits."""
+    """Packed weights hold no memory and count as parameters; ``state_dict`` and ``undo`` give the same bits."""
     model = torch.nn.Sequential(Attention(), torch.nn.Linear(96, 40)).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     counted = sum(parameter.numel() for parameter in model.parameters())
@@ -124,7 +124,7 @@ def test_weights_are_let_go_and_read_back(dtype: torch.dtype) -> None:
 
 
 def test_packing_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a packed weight on the way would take its memory twice."""
+    """Reading a packed weight meanwhile would take its memory twice."""
     monkeypatch.setattr(prepack.SharedProduct, "weight", lambda self, index: pytest.fail("unpacked"))
     model = torch.nn.Sequential(Attention(), torch.nn.Linear(96, 40))
     assert pack(model).num_layers == 4
@@ -140,7 +140,7 @@ def test_a_tied_weight_is_kept() -> None:
 
 
 def test_only_plain_linears_are_packed() -> None:
-    """Subclasses may compute something else; they are left alone."""
+    """Subclasses may compute something else, so they are not packed."""
 
     class Scaled(torch.nn.Linear):
         pass
@@ -160,7 +160,7 @@ def test_a_product_that_differs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_code_that_reads_a_weight_gets_it(dtype: torch.dtype) -> None:
-    """As an argument of any operation, or of a method; what it says of itself is the plain weight's."""
+    """A packed weight may be an argument of any operation or method, and describes itself as the plain one."""
     linear = torch.nn.Linear(96, 72).to(dtype)
     plain = linear.weight.detach().clone()
     pack(torch.nn.Sequential(linear))
@@ -184,7 +184,7 @@ def test_code_that_reads_a_weight_gets_it(dtype: torch.dtype) -> None:
 def test_a_model_that_needs_parts_in_one_piece_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the probe fails over packed layers, it runs again without."""
+    """The probe runs again without packing if it fails over packed layers."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_a_model_that_needs_parts_in_one_piece_is_left_as_it_is(
 
 
 def test_pages_of_a_checkpoint_are_given_back(tmp_path: Path) -> None:
-    """Only what a file backs; the file itself stays as it is."""
+    """Only pages of a file are given back, and the file itself is unchanged."""
     file = tmp_path / "weights.safetensors"
     values = torch.randn(64 * mmap.PAGESIZE)
     save_file({"weight": values}, file)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens: those of transformers, whatever else runs, and as completions echo them."""
+"""Log-probabilities of prompts' tokens are transformers', whatever else runs, and completions echo them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected() -> np.ndarray:
-    """Of every token, at every position of the text: float32 [tokens - 1, vocabulary]."""
+    """Return log-probabilities of every token at every position of the text: float32 [tokens - 1, vocabulary]."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     with LLM(**SETTINGS) as llm, torch.inference_mode():
         ids = llm.get_tokenizer()(TEXT)["input_ids"]
@@ -51,7 +51,7 @@ def check(found: list[dict[int, Logprob] | None] | None, token_ids: list[int], e
 
 
 def test_they_are_those_of_transformers(llm: LLM, expected: np.ndarray) -> None:
-    """Of a prompt longer than a step scores, and of one whose beginning is cached; others change nothing."""
+    """One prompt is longer than a step scores, one has a cached beginning, and other requests change nothing."""
     (alone,) = llm.generate(TEXT, SCORED, use_tqdm=False)
     check(alone.prompt_logprobs, alone.prompt_token_ids, expected)
     assert len(alone.prompt_token_ids) > 300
@@ -94,7 +94,7 @@ def events(server: RunningServer, body: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_completions_echo_them(chat_server: RunningServer, max_tokens: int) -> None:
-    """As lm-eval asks for them: of several prompts, whole and streamed, with tokens after them or without."""
+    """Several prompts are echoed as lm-eval asks for them, whole and streamed, with further tokens or without."""
     ids = [list(b"def f(x):"), list("é = 1".encode())]
     body = {"prompt": ids, "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": max_tokens}
     status, answer = chat_server.request("/v1/completions", body)
@@ -120,7 +120,7 @@ def test_completions_echo_them(chat_server: RunningServer, max_tokens: int) -> N
 
 @pytest.mark.slow
 def test_usage_tells_what_was_cached(chat_server: RunningServer) -> None:
-    """By all routes; a scored prompt takes nothing."""
+    """All routes say it, and a scored prompt uses no cached tokens."""
     prompt = (
         "class Reader:\n    def __init__(self, path, encoding, errors, newline, buffering):\n        self.path = path\n"
         * 2

@@ -70,7 +70,7 @@ def test_the_line_names_address_cores_threads_isa_and_memory() -> None:
 
 
 def test_it_never_imports_torch() -> None:
-    """Nor what only the S side needs, even after a session."""
+    """The process imports neither torch nor what only the S side needs, even after a session."""
     code = f"""
         import sys
         from fastdecode.cli.main import main
@@ -160,7 +160,7 @@ HOLD = """
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_when_its_s_worker_dies_it_serves_the_next(in_step: bool) -> None:
-    """kill -9 between steps and within one: the next has all blocks."""
+    """After kill -9 between steps or within one, the next S-worker has all blocks."""
     with r_workers.listening() as (_, address):
         holding = script(HOLD.format(address=address, in_step=in_step))
         process = subprocess.Popen(holding, stdout=subprocess.PIPE, text=True)
@@ -173,7 +173,7 @@ def test_when_its_s_worker_dies_it_serves_the_next(in_step: bool) -> None:
 
 
 def test_a_lost_worker_is_said_and_the_other_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """In the step; later steps run on the one that is left, which then serves the next S-worker."""
+    """The loss shows in the step; later steps run on the other R-worker, which then serves the next S-worker."""
     with r_workers.listening() as (process, address), r_workers.listening() as (_, other):
         backend = TcpBackend([other, address], contract.BLOCK_SIZE)
         backend.open(contract.LAYOUT)
@@ -227,7 +227,7 @@ def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_that_is_no_r_worker_is_named(
     answer: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not taken for an R-worker with another key, or waited for as one that starts; what answers may take long."""
+    """Such a port is neither taken for an R-worker with another key nor waited for, though answers may take long."""
     monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
     monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2 if answer == b"" else PATIENCE_SECONDS)
     with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
@@ -236,7 +236,7 @@ def test_a_port_that_is_no_r_worker_is_named(
 
 @contextlib.contextmanager
 def stranger(answer: bytes | None) -> Iterator[str]:
-    """The address of a server that answers every connection so; None: closes it."""
+    """Yield the address of a server that answers every connection with ``answer``, or closes it where None."""
     connections: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -273,7 +273,7 @@ def test_it_listens_beyond_loopback_with_a_key(key_file: Path) -> None:
 
 
 def test_a_wrong_key_is_refused_and_the_job_goes_on(key_file: Path, tmp_path: Path) -> None:
-    """Another key, and none; on either side."""
+    """Another key and no key are refused, on either side."""
     wrong = make_key(tmp_path / "wrong", "6" * 64)
     with r_workers.listening("--key-file", str(key_file)) as (process, address):
         served = opened(address, key_file)
@@ -294,7 +294,7 @@ def test_a_wrong_key_is_refused_and_the_job_goes_on(key_file: Path, tmp_path: Pa
 
 
 def odd_hello(name: str, value: int, block_size: int = 16) -> bytes:
-    """A HELLO with ``value`` as ``name`` in every layer, and the right fingerprint of that."""
+    """Return a HELLO with ``value`` as ``name`` in every layer, and the right fingerprint of that."""
     layout = KVLayout(tuple(replace(layer, **{name: value}) for layer in contract.LAYERS), "float32", "float32")
     return encode_hello(Hello("stranger", layout, block_size))
 
@@ -324,7 +324,7 @@ BAD: dict[str, list[bytes]] = {
 
 
 def test_malformed_frames_are_refused_and_it_goes_on() -> None:
-    """From strangers while it is free, and while it serves; the session does not notice."""
+    """Strangers send them while the R-worker is free and while it serves; the session does not notice."""
     with r_workers.listening() as (process, address):
         for busy in (False, True):
             served = opened(address) if busy else None
@@ -344,7 +344,7 @@ def test_malformed_frames_are_refused_and_it_goes_on() -> None:
 
 
 def test_bad_frames_of_the_served_one_change_nothing() -> None:
-    """A replayed frame, payloads that lie about their shape or place: each is refused, and then the step ends."""
+    """A replayed frame and payloads of a wrong shape or place are each refused, and then the step ends."""
     with r_workers.listening() as (_, address):
         backend = opened(address)
         conversation = backend.workers[0].link  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Sequences over several R-workers: the tokens of one R-worker, whatever runs beside them, joins, leaves or is lost."""
+"""Sequences over several R-workers have the tokens of one R-worker, whatever runs, joins, leaves or is lost."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ POSITIONS = {"max_position_embeddings": 4096}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
 @cache
 def prompts() -> list[list[int]]:
-    """One of three ranges of 512 tokens, a short one, and two that come to a border while they decode."""
+    """Return a prompt of three ranges of 512 tokens, a short one, and two that reach a border while they decode."""
     rng = random.Random(0)
     return [[rng.randrange(500) for _ in range(length)] for length in LENGTHS]
 
 
 @cache
 def reference() -> list[list[int]]:
-    """What transformers makes of them."""
+    """Return transformers' outputs for the prompts."""
     model = model_zoo.build_model("llama-gqa", **POSITIONS)
     found = []
     for prompt in prompts():
@@ -63,7 +63,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def generate(llm: LLM, params: SamplingParams = GREEDY, texts: list[list[int]] | None = None) -> list[list[list[int]]]:
-    """Token ids of all outputs of every prompt."""
+    """Return the token ids of all outputs of every prompt."""
     wanted = [{"prompt_token_ids": prompt} for prompt in texts or prompts()]
     return [[list(o.token_ids) for o in each.outputs] for each in llm.generate(wanted, params, use_tqdm=False)]
 
@@ -97,8 +97,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
     ids=str,
 )
 def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]) -> None:
-    """The last: no R-worker could hold the longest sequence by itself, which the engine finds by itself; sequences are
-    preempted."""
+    """The tokens are transformers' under each of the settings.
+
+    In the last, no R-worker could hold the longest sequence alone, which the engine finds out; sequences are preempted.
+    """
     with make_llm(folder, **settings) as llm:
         seen = []
         llm.engine.on_step = lambda record: seen.append(is_sharded(llm))
@@ -110,7 +112,7 @@ def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_siblings_and_prefixes_share_closed_ranges(folder: Path, caching: bool) -> None:
-    """n = 4 samples of a prompt of three ranges, and a prompt that goes on from all of it."""
+    """Four samples share the three ranges of their prompt, and a longer prompt goes on from all of them."""
     sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, n=4)
     long = prompts()[0]
     longer = [*long, *prompts()[1]]
@@ -129,7 +131,7 @@ def test_siblings_and_prefixes_share_closed_ranges(folder: Path, caching: bool) 
 
 
 class Counted:
-    """Prompt rows of all steps of an engine from now on."""
+    """Counts the prompt rows of all steps of an engine from now on."""
 
     def __init__(self, llm: LLM) -> None:
         self.rows = 0
@@ -146,12 +148,12 @@ class Counted:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param("closed", marks=pytest.mark.thorough), "tail"])
 def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> None:
-    """``kill -9`` of one of three R-workers, which holds a closed range, or the tail, of the only sequence."""
+    """One of three R-workers, with a closed range or the tail of the only sequence, ends by ``kill -9``."""
     prompt, wanted = prompts()[0], reference()[0]
     with make_llm(folder, r_workers="spawn:3", kv_cache_memory="2MiB") as llm:
         engine, counted, tokens, killed = llm.engine, Counted(llm), [], 0
         speeds = engine.scheduler.store.workers.speeds
-        speeds.bandwidths[:] = 1.0  # whatever else this machine did while they were measured
+        speeds.bandwidths[:] = 1.0  # The speeds are even, whatever else this machine did while they were measured.
         engine.add_request("0", prompt, GREEDY)
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -168,7 +170,7 @@ def test_only_the_lost_range_is_computed_again(folder: Path, victim: str) -> Non
 
 
 def test_ranges_move_from_who_drains_and_to_who_joins(folder: Path) -> None:
-    """All four sequences decode; one R-worker of three goes: what it holds is copied, and nothing computed again."""
+    """One R-worker of three drains while four sequences decode: its ranges are copied, none computed again."""
     with make_llm(folder, r_workers="inproc:3") as llm:
         engine, counted, tokens = llm.engine, Counted(llm), {}
         for number, prompt in enumerate(prompts()):
@@ -221,7 +223,10 @@ def test_range_lengths_that_are_chosen(longest: int, num_blocks: list[int], bala
 
 
 def test_what_a_pool_holds_finds_its_places() -> None:
-    """Of prompts that end in a range larger than the others too, by their siblings' copies of its last block."""
+    """Places are found for a prompt's ranges exactly where the pool is said to hold them.
+
+    Siblings' copies of the last block may make the last range larger than the others.
+    """
     rng, found = np.random.default_rng(0), 0
     for _ in range(2000):
         capacities = rng.integers(0, 12, rng.integers(2, 5)).repeat(2).reshape(-1, 2) * (1, 256)
@@ -240,7 +245,7 @@ def test_what_a_pool_holds_finds_its_places() -> None:
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -> None:
-    """The busiest R-worker attends at most a tenth more than the mean one, in every step."""
+    """In every step the busiest R-worker attends at most a tenth more than the mean."""
     places = {"num_blocks": (1 << 16,) * num_workers, "bandwidths": (1.0,) * num_workers}
     limits = replace(AMPLE, max_num_seqs=80, max_model_len=40_000, placing=Placing(4096), scratch_tokens=0, **places)
     rng = np.random.default_rng(0)
@@ -252,7 +257,7 @@ def test_one_long_sequence_among_many_short_ones_lies_evenly(num_workers: int) -
 
 
 def test_forecasts_say_where_tails_go_on() -> None:
-    """Step by step: a tail grows to its end and then stays, and all R-workers take a part of what comes after it."""
+    """Step by step, a tail grows to its end and then stays, and all R-workers take a part of later tails."""
     from fastdecode.scheduler.policy.load_forecast import LoadForecast
 
     cached, steps, workers = np.array([5, 7, 0]), np.array([9, 2, 12]), np.array([0, 1, 1])
@@ -269,7 +274,7 @@ def test_forecasts_say_where_tails_go_on() -> None:
 
 
 def has_two_copies(llm: LLM) -> bool:
-    """Whether all sequences decode, and every range of theirs that holds tokens has a second copy."""
+    """Return whether all sequences decode, and every range with tokens has a second copy."""
     known = llm.engine.scheduler.snapshot()
     segments = [each for sequence in known.sequences.values() for each in sequence.segments if each.num_tokens]
     return not known.prompts and bool(segments) and all(len(each.workers) == 2 for each in segments)
@@ -280,8 +285,9 @@ def has_two_copies(llm: LLM) -> bool:
 def test_a_range_that_another_has_is_not_computed_again(
     folder: Path, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges with two copies on three R-workers, one of which is killed: at most the last rows are repeated."""
-    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)  # all are made in the first steps
+    """One of three R-workers with two copies is killed, and at most the last rows are computed again."""
+    # All second copies are made in the first steps.
+    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)
     with make_llm(folder, r_workers="spawn:3", kv_replicas=2, max_num_batched_tokens=2048) as llm:
         engine, counted, killed = llm.engine, Counted(llm), False
         texts: dict[str, list[int]] = {}

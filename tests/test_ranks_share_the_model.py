@@ -34,11 +34,11 @@ PLANNED += ("gpt_oss", "llama4_text")
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 SETTINGS |= {"s_threads": 1, "r_threads": 1}
 SEEN, NUM_TOKENS = (slice(None), 10) if SEES_ALL else (slice(1, None, 2), 6)
-"""Of the zoo's prompts, and of what transformers generates for them."""
+"""The part of the zoo's prompts, and of what transformers generates for them, that is compared."""
 
 
 def run_ranks(size: int, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """The results of ``jobs``, one after the other in the same ``size`` processes."""
+    """Return the results of ``jobs``, run one after the other in the same ``size`` processes."""
     first = free_port(len(jobs))
     jobs = [{"params": {}, "settings": SETTINGS} | job | {"port": port} for port, job in enumerate(jobs, first)]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -69,18 +69,18 @@ def job_of(name: str, root: Path, **settings: Any) -> dict[str, Any]:
 
 
 def expected(name: str, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """What transformers generates for the prompts of ``job_of``."""
+    """Return what transformers generates for the prompts of ``job_of``."""
     return [list(tokens[:num_tokens]) for tokens in model_zoo.reference(name).tokens[SEEN]]
 
 
 def tokens_of(result: Any) -> list[list[int]]:
-    """Of the only completion of each prompt."""
+    """Return the tokens of the only completion of each prompt."""
     return [tokens for (tokens,) in result["tokens"]]
 
 
 @pytest.mark.slow
 def test_recurrent_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
-    """Their states lie twice; prompts come in chunks, and half of the drafts are wrong."""
+    """Each rank has all states; prompts come in chunks, and half of the drafts are wrong."""
     texts, length = tiny_hybrids.random_prompts((70, 1, 30, 29)), {"max_model_len": 256}
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     ways: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def test_recurrent_layers_are_whole_on_each_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_two_ranks_match_generate(tmp_path: Path) -> None:
-    """Every planned architecture, over 1 to 3 mini-batches and 1 or 2 R-workers each; others are refused by name."""
+    """Every planned architecture matches, over 1 to 3 mini-batches and 1 or 2 R-workers; others are refused by name."""
     others = sorted(set(model_zoo.ARCHITECTURES) - set(PLANNED))
     jobs = [
         job_of(name, tmp_path, num_mini_batches=1 + number % 3, r_workers=f"inproc:{1 + number % 2}")
@@ -120,21 +120,21 @@ def test_two_ranks_match_generate(tmp_path: Path) -> None:
     assert all(not getattr(model_zoo.build_model(name), "_tp_plan", None) for name in others)
 
 
-@pytest.mark.thorough  # two ranks above
+@pytest.mark.thorough  # Tests above run two ranks.
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_four_ranks(tmp_path: Path) -> None:
-    """Two KV heads for four ranks, and prompts that attend on the S-worker."""
+    """Two KV heads are shared by four ranks, and prompts attend on the S-worker."""
     job = job_of("llama-gqa", tmp_path, prefill_scratch="16MiB", num_mini_batches=2)
     (result,) = run_ranks(4, [job], tmp_path)
     assert tokens_of(result) == expected("llama-gqa")
 
 
-@pytest.mark.thorough  # two ranks equal generate above
+@pytest.mark.thorough  # A test above shows that two ranks equal generate.
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_same_as_one_rank(tmp_path: Path) -> None:
-    """Seeded samples, several of a prompt, logprobs, scores, preemption, prefixes and ranges: as of one S-worker."""
+    """Samples, logprobs, scores, preemption, prefixes and ranges are those of one S-worker."""
     shared = model_zoo.prompts("llama-gqa")[0]
     prompts = [shared, [*shared[:160], 7, 8], shared[:100]]
     base = job_of("llama-gqa", tmp_path) | {"prompts": prompts}
@@ -159,7 +159,7 @@ def test_same_as_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
-    """One R-worker of either group is killed: no token changes. A rank is killed: the job ends, and names it."""
+    """An R-worker of either rank is killed, and no token changes; a rank is killed, and the job's error names it."""
     job = job_of("llama-gqa", tmp_path)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -186,7 +186,7 @@ def test_lost_r_workers_and_a_lost_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_session_outlives_a_lost_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The job ends without a word to the R-workers that rank 0 has, so the next one goes on with what all have kept."""
+    """The job ends without a message to rank 0's R-workers, so the next job goes on with what all have kept."""
     job = job_of("llama-gqa", tmp_path)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     kept = {"session": "s", "keep_session": 60.0, "journal": str(tmp_path / "journal"), "tensor_parallel_size": 2}
@@ -212,10 +212,10 @@ def test_a_session_outlives_a_lost_rank(tmp_path: Path, caplog: pytest.LogCaptur
     assert int(num_kept) >= num_known
 
 
-@pytest.mark.thorough  # others are lost above
+@pytest.mark.thorough  # Tests above lose others.
 @pytest.mark.slow
 def test_the_last_r_worker_of_one_rank_is_lost_at_the_end_of_a_step(tmp_path: Path) -> None:
-    """The other rank hears of it where it would hear of the step's end, so that the job ends and none waits."""
+    """The other rank learns of the loss where it waits for the step's end, so the job ends and no rank waits."""
     job = job_of("llama-gqa", tmp_path)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     settings = SETTINGS | {"r_workers": "spawn:1", "tensor_parallel_size": 2}
@@ -235,7 +235,7 @@ def test_the_last_r_worker_of_one_rank_is_lost_at_the_end_of_a_step(tmp_path: Pa
 
 
 def test_steps_survive_the_way() -> None:
-    """What is told of a step is what was scheduled."""
+    """A step that is sent to other ranks arrives as it was scheduled."""
     chunks = [Chunk(3, 0, 5, [1, 2]), Chunk(4, 1, 700, [9], base=512, reads=((0, 8, 0),), cache_id=11)]
     step = ScheduledStep((MiniBatch.of(chunks), MiniBatch.of([])), (((0, 1, 2, 3), (2, 5, 0, 0)), ()))
     message = Message.decode(step_message(step, True, False, "random").encode())
@@ -246,7 +246,7 @@ def test_steps_survive_the_way() -> None:
 
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-"""Of the process that sbatch starts."""
+"""Variables of the process that sbatch starts."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""R-workers as actors of a real Ray cluster of three nodes on this machine: placed, killed, drained, and gone."""
+"""R-workers as actors of a real Ray cluster of three nodes on this machine: placed, killed, drained and ended."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from fastdecode.engine.engine import LLMEngine
 pytestmark = pytest.mark.slow
 
 PATIENCE_SECONDS = 60.0
-"""What is waited for comes much sooner on an idle machine, and here only has to come."""
+"""Waits end much sooner on an idle machine; here they only have to end."""
 
 BREAK_SECONDS = 0.03
-"""After each step of a job that goes on while Ray starts processes, which takes a while and should have the cores."""
+"""A pause after each step of a job while Ray starts processes, so that these get the cores."""
 
 WIDE = 6 if SEES_ALL else 3
 """R-workers on the three nodes; each costs some seconds of CPU time to start."""
@@ -54,18 +54,18 @@ HOSTS = [Node("a", 8, 8 << 30), Node("b", 8, 8 << 30), Node("c", 2, 4 << 30)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three raylets, found by RAY_ADDRESS; started once, since that takes ten seconds."""
+    """Start three raylets, found by RAY_ADDRESS, once for all tests, since that takes ten seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
-        temp = Path(tempfile.mkdtemp(prefix="fd-test-"))  # short: it holds sockets
+        temp = Path(tempfile.mkdtemp(prefix="fd-test-"))  # The path is short, since it holds sockets.
         (temp / "ray").mkdir()
         patch.setenv("RAY_TMPDIR", str(temp))
         nodes = Cluster()
@@ -82,7 +82,7 @@ def cluster() -> Iterator[Any]:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes of R-workers on Ray, whichever raylet has started them."""
+    """Return the processes of R-workers on Ray, whichever raylet has started them."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         if "ray::RWorkerActor" in " ".join(process.info["cmdline"] or ()) and alive(process.pid):
@@ -91,12 +91,12 @@ def actors() -> list[psutil.Process]:
 
 
 def claims() -> int:
-    """R-workers on Ray that hold cores of this machine."""
+    """Return how many R-workers on Ray hold cores of this machine."""
     return Path("/proc/net/unix").read_text().count("@fastdecode-ray-r-worker-")
 
 
 def is_removed(folder: Path) -> bool:
-    """Try; what ends just now may still write there."""
+    """Return whether the folder is gone, after another try to remove it; an ending process may still write there."""
     shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()
 
@@ -117,7 +117,7 @@ def present(engine: LLMEngine) -> int:
 
 
 def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
-    """Step until as many are back as were killed, in processes that Ray has started since."""
+    """Step until as many R-workers as were killed are back, in processes that Ray has started since."""
     engine, joined = job.engine, len(job.engine.backend.joined)  # type: ignore[attr-defined]
     job.step_until(lambda: len(engine.backend.joined) >= joined + victims, BREAK_SECONDS)  # type: ignore[attr-defined]
     assert len([process for process in actors() if process.pid not in before]) >= victims
@@ -126,7 +126,10 @@ def run_until_replaced(job: Job, victims: int, before: set[int]) -> None:
 
 @pytest.mark.thorough
 def test_each_rank_has_actors_and_prefill_workers_their_key(folder: Path, cluster: Any) -> None:
-    """Two ranks with two actors each, of which one is killed; then one rank with prefill workers and without a key."""
+    """Two ranks have two actors each, of which one is killed.
+
+    Then one rank has prefill workers, and no key of its own.
+    """
     with make_llm(folder, r_workers="ray:2", pool_listen=None, tensor_parallel_size=2) as llm:
         job, pool = Job(llm.engine), pool_of(llm.engine)
         assert len(actors()) == 4
@@ -147,7 +150,7 @@ def test_each_rank_has_actors_and_prefill_workers_their_key(folder: Path, cluste
 
 
 def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
-    """Not on a command line, not in an environment, not in Ray's logs."""
+    """Assert that the key is on no command line, in no environment and not in Ray's logs."""
     secret = engine.backend.security.secret  # type: ignore[attr-defined]
     assert len(secret) == 64
     shown = [Path(f"/proc/{process.pid}/{name}") for process in actors() for name in ("cmdline", "environ")]
@@ -158,7 +161,7 @@ def assert_key_is_nowhere(engine: LLMEngine, temp: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_ray_drains_is_left_first(folder: Path, cluster: Any) -> None:
-    """No sequence is computed again; the R-worker is back once Ray has a place for it."""
+    """No sequence is computed again, and the R-worker is back once Ray has a place for it."""
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -203,7 +206,7 @@ time.sleep(600)
 
 @pytest.mark.thorough
 def test_a_cluster_started_here_ends_with_its_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One R-worker takes the cores of this machine; neither processes nor the folder of the session are left."""
+    """One R-worker takes this machine's cores; neither processes nor the session's folder remain."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
     before = set(Path(tempfile.gettempdir()).glob("fd-ray-*"))
     job = RayJob(1, None, 64 << 20)
@@ -240,7 +243,7 @@ def test_what_no_node_has_is_refused(cluster: Any, asked: Any, message: str) -> 
 
 @pytest.mark.thorough
 def test_waiting_for_room_ends(cluster: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """As where other jobs have it, or an autoscaler brings no node in time; refused before the model is loaded."""
+    """Other jobs have the room, or no autoscaler brings a node in time; the error comes before the model is loaded."""
     monkeypatch.setenv("FASTDECODE_RAY_SECONDS", "1")
     with pytest.raises(CapacityError, match=r"did not place 13 .* within 1 s: .* 12 of 12 CPU\(s\) .* free"):
         make_llm(folder, r_workers="ray:13", kv_cache_memory="1MiB", pool_listen=None)
@@ -250,7 +253,7 @@ def test_waiting_for_room_ends(cluster: Any, monkeypatch: pytest.MonkeyPatch, fo
 
 
 def test_an_actor_that_cannot_start_says_why(cluster: Any) -> None:
-    """The node has less memory free than Ray counts there."""
+    """The node has less free memory than Ray counts there."""
     job = RayJob(1, 1, 64 << 20)
     try:
         job.start("no-such-host.invalid:1")
@@ -291,7 +294,7 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder:
         ({"r_workers": "ray:2:spread"}, "r_workers must be"),
         ({"r_workers": "ray"}, "r_workers must be"),
         ({"r_cores": "0"}, "r_cores: this process does not start these R-workers"),
-        ({"profile": __file__}, "profile: it knows R-workers by their address"),
+        ({"profile": __file__}, "profile: a profile names R-workers by address"),
         ({"prefill_workers": "127.0.0.1:1"}, "prefill_workers: .* need the same --key-file"),
         ({"prefill_workers": "spawn:1", "tensor_parallel_size": 2}, "prefill_workers: .* need the same --key-file"),
     ],
@@ -318,7 +321,7 @@ def test_memory_is_that_of_rays_nodes() -> None:
     ],
 )
 def test_shares_of_a_cluster(count: int, threads: int | None, memory: int | None, strict: bool, wanted: Ask) -> None:
-    """Equal ones, as large as all of them can be."""
+    """Shares are equal, and as large as all of them can be."""
     assert choose_ask(count, HOSTS, threads, memory, strict) == wanted
 
 
@@ -340,8 +343,10 @@ def test_cores_are_those_of_one_numa_node() -> None:
 
 
 def test_what_is_killed_is_replaced(folder: Path, cluster: Any) -> None:
-    """An actor, then a whole node, with ``kill -9`` under load: each sequence gets its tokens. The last test of the
-    cluster, which has a node less then."""
+    """An actor and then a whole node end by ``kill -9`` under load, and each sequence gets its tokens.
+
+    This is the last test of the cluster, which then has a node less.
+    """
     with make_llm(folder, r_workers=f"ray:{WIDE}", pool_listen=None) as llm:
         engine = llm.engine
         lost: list[int] = []
@@ -364,7 +369,7 @@ def test_what_is_killed_is_replaced(folder: Path, cluster: Any) -> None:
         os.kill(pid, signal.SIGKILL)
         run_until_replaced(job, on_node, {each.pid for each in before})
         job.finish()
-        # More where a loaded machine keeps one silent for too long.
+        # More are lost where a loaded machine keeps one silent for too long.
         assert sum(lost) >= (4 if SEES_ALL else 1) + on_node and on_node >= 1
         assert_nothing_held(engine)
     assert_nothing_left()

@@ -1,4 +1,4 @@
-"""R-workers killed with ``kill -9`` while sequences decode: no sequence is lost, and no token differs."""
+"""R-workers are killed with ``kill -9`` while sequences decode: no sequence is lost, and no token differs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NAME = "llama-gqa"
 
 
 def expected() -> list[list[int]]:
-    """What transformers generates."""
+    """Return what transformers generates."""
     return [list(tokens[:24]) for tokens in model_zoo.reference(NAME).tokens]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
@@ -42,7 +42,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def run_and_kill(llm: LLM, prompts: list[list[int]], kill_after_tokens: int, victim: int) -> list[list[int]]:
-    """Token ids of all prompts; R-worker ``victim`` is killed once so many tokens are out."""
+    """Return the token ids of all prompts; R-worker ``victim`` is killed once so many tokens are out."""
     engine, tokens, killed = llm.engine, {}, False
     process = r_workers.spawned_pids(llm)[victim]
     for number, prompt in enumerate(prompts):
@@ -66,8 +66,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings: dict[str, Any]) -> None:
-    """16 sequences on three R-workers, one of which is killed in their prompts, early, or late; ``make test`` has one
-    moment for each of the settings."""
+    """One of the three R-workers of 16 sequences is killed in their prompts, early, or late.
+
+    ``make test`` has one moment for each of the settings.
+    """
     prompts = model_zoo.prompts(NAME) * 2
     wanted = expected() * 2
     rng = random.Random(str(settings))
@@ -82,7 +84,7 @@ def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings
 
 
 KV_BYTES = {"float32": 768, "float16": 384, "bfloat16": 384, "int8": 240, "int4": 168}
-"""Of one token of the model."""
+"""The bytes of one token of the model by KV dtype."""
 
 LONG = replace(GREEDY, max_tokens=48 if SEES_ALL else 32)
 SAMPLED = SamplingParams(
@@ -103,10 +105,10 @@ SAMPLED = SamplingParams(
 def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
     folder: Path, dtype: str, kv_cache_dtype: str, enable_prefix_caching: bool
 ) -> None:
-    """Greedy and sampled, n = 4; an R-worker killed, another cut of the prompts, preemptions: no token differs.
+    """A kill, other cuts of the prompts and preemptions change no token, greedy or sampled with n = 4.
 
-    Nothing may depend on what attends, on an R-worker or the S-worker, nor on how many rows go together: rounded to 16
-    bits, a difference in the last place of one key soon becomes another token.
+    Attention has to have the same bits on an R-worker and on the S-worker, and for any number of rows together. Rounded
+    to 16 bits, a difference in the last place of one key soon becomes another token.
     """
     names = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "enable_prefix_caching": enable_prefix_caching}
     prompts = model_zoo.prompts(NAME) * 2
@@ -142,7 +144,7 @@ def test_sixteen_bits_and_quantised_caches_are_computed_again_bit_by_bit(
 @pytest.mark.thorough
 @pytest.mark.parametrize("enable_prefix_caching", thinned([False, True], 2, 1))
 def test_prompts_that_are_preempted_leave_the_scratch(folder: Path, enable_prefix_caching: bool) -> None:
-    """What the S-worker keeps of prompts is what the scheduler counts; who starts again gets the same tokens."""
+    """The S-worker keeps the prompts that the scheduler counts, and preempted sequences get the same tokens."""
     prompts = [[5, 6, number] for number in range(6)] + [list(range(180)), list(range(100, 250))]
     params = replace(GREEDY, max_tokens=100)
 
@@ -178,7 +180,7 @@ def test_two_of_three_may_go_and_work_goes_on(folder: Path) -> None:
     prompts, wanted = model_zoo.prompts(NAME), expected()
     with make_llm(folder) as llm:
         assert run_and_kill(llm, prompts, 50, 0) == wanted
-        assert run_and_kill(llm, prompts, 60, 0) == wanted  # the first of the two that are left
+        assert run_and_kill(llm, prompts, 60, 0) == wanted  # The victim is the first of the two that are left.
         assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
 
 
@@ -193,7 +195,7 @@ def test_losing_the_last_one_is_one_clear_error(folder: Path) -> None:
 
 
 def test_scoring_goes_to_a_worker_that_is_left(folder: Path) -> None:
-    """The first of two is lost: the same log-probabilities from the second."""
+    """The first of two R-workers is lost, and the second gives the same log-probabilities."""
     prompts = model_zoo.prompts(NAME)
     with make_llm(folder, r_workers="spawn:2") as llm:
         wanted = llm.engine.score(prompts[0])
@@ -202,7 +204,7 @@ def test_scoring_goes_to_a_worker_that_is_left(folder: Path) -> None:
 
 
 def test_what_no_remaining_worker_can_hold_ends_alone() -> None:
-    """The large request ran on the only worker that had room for it; the small ones end as they should."""
+    """The lost R-worker alone had room for the large request; the small ones end as usual."""
     limits = Limits(8, 64, 1, 1000, 200, 4, (4, 40), (1.0, 1.0), prefix_caching=False)
     run = Run("sls", limits, [Job([1] * 50, 30, [30]), Job([2] * 3, 9, [9]), Job([3] * 3, 9, [9])])
     run.arrive_and_abort()

@@ -1,4 +1,4 @@
-"""The references of the exactness tests can fail, and do not hang on rounding."""
+"""The references of the exactness tests can fail, and do not depend on rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, RECIPES
 
 pytestmark = pytest.mark.slow
 
-# Changes that an attention with a mistake would amount to.
+# Each change is what a mistake in attention would amount to.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 59}),
     ("mistral", {"sliding_window": 61}),
@@ -30,7 +30,7 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
 
 
 def steps_that_differ(name: str, model: Any) -> list[int]:
-    """For each prompt, at how many steps the model would not choose the reference's token."""
+    """Return for each prompt at how many steps the model would not choose the reference's token."""
     pairs = zip(model_zoo.prompts(name), model_zoo.reference(name).tokens, strict=True)
     return [model_zoo.disagreements(model, prompt, tokens) for prompt, tokens in pairs]
 
@@ -41,7 +41,7 @@ def test_reference_can_fail(name: str) -> None:
     assert [len(prompt) for prompt in prompts] == model_zoo.prompt_lengths(name)
     assert [len(tokens) for tokens in found.tokens] == [NEW_TOKENS] * len(prompts)
     assert min(len(set(tokens)) for tokens in found.tokens) >= RECIPES[name].distinct_tokens
-    assert found.min_gap >= 1e-4  # so that the recorded tokens are those of any processor
+    assert found.min_gap >= 1e-4  # The recorded tokens are therefore the same on any processor.
     assert steps_that_differ(name, model) == [0] * len(prompts)
     for prompt, tokens in zip(prompts, found.tokens, strict=True):
         assert model_zoo.disagreements(model, model_zoo.with_other_start(prompt), tokens), len(prompt)
@@ -55,7 +55,7 @@ def test_reference_needs_attention(name: str) -> None:
     transformers.AttentionInterface.register("zoo_nothing", nothing)
     model = model_zoo.build_model(name)
     model.set_attn_implementation("zoo_nothing")
-    for key, module in model.named_modules():  # of models that do not call it
+    for key, module in model.named_modules():  # Some models do not call it.
         if key.endswith(("attention.dense", "attn.out_proj")):
             module.register_forward_pre_hook(lambda _, rows: (torch.zeros_like(rows[0]),))
     assert min(steps_that_differ(name, model)) > NEW_TOKENS // 2
@@ -64,7 +64,7 @@ def test_reference_needs_attention(name: str) -> None:
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
 def test_reference_notices_a_mistake(name: str, mistake: dict[str, Any]) -> None:
     differ = steps_that_differ(name, model_zoo.build_model(name, **mistake))
-    assert sum(steps > 0 for steps in differ) > len(differ) // 2, differ  # the shortest texts hardly leave a window
+    assert sum(steps > 0 for steps in differ) > len(differ) // 2, differ  # The shortest texts hardly exceed a window.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is refused at load, with which reason, and what is not: tiny random models of many architectures."""
+"""Models that are refused at load, with their reasons, and models that are not: tiny random ones of many types."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_config(folder: Path, config: str, settings: dict[str, Any]) -> Path:
-    """config.json alone; weights come from ``load_format="dummy"``."""
+    """Save config.json alone; weights come from ``load_format="dummy"``."""
     getattr(transformers, config)(**settings).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path | str, **settings: Any) -> SModel:
-    """As the engine loads it, without a tokenizer and in float32."""
+    """Load the model as the engine does, without a tokenizer and in float32."""
     without: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
     return SModel(EngineConfig(model=str(folder), **without | settings))
 
 
 def layers_of(model: SModel) -> list[tuple[int, int, int, int, int]]:
-    """Query heads, KV heads, key and value head size, and window of each layer."""
+    """Return query heads, KV heads, key and value head size, and window of each layer."""
     return [
         (layer.num_heads, layer.num_kv_heads, layer.key_head_dim, layer.value_head_dim, layer.window)
         for layer in model.layout.layers
@@ -120,7 +120,7 @@ def test_accepted(name: str, layers: list[tuple[int, ...]], tmp_path: Path) -> N
 
 
 def test_every_layer_type_counts(tmp_path: Path) -> None:
-    """Fewer layers than the model has: the list of their types is cut to fit."""
+    """With fewer layers than the model has, the list of their types is cut to fit."""
     folder = save_config(tmp_path, *ACCEPTED["Gemma 3"])
     model = load(folder, load_format="dummy", hf_overrides={"num_hidden_layers": 1}, kv_cache_dtype="bfloat16")
     assert layers_of(model) == [(4, 2, 16, 16, 8)]
@@ -144,7 +144,7 @@ def test_max_model_len_is_at_most_the_models(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model on disk."""
+    """Save a whole model and return its folder."""
     folder = tmp_path_factory.mktemp("model") / "llama"
     transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
     return folder

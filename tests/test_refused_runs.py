@@ -1,4 +1,4 @@
-"""Runs that are refused late leave nothing behind: no park folder, no journal."""
+"""Runs that are refused late leave neither a park folder nor a journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_folder_goes_as_far_as_it_was_made_and_is_empty(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("r_workers", ["inproc:2", pytest.param("spawn:2", marks=pytest.mark.slow)])
 def test_what_is_refused_for_its_capacity_leaves_nothing(tmp_path: Path, r_workers: str) -> None:
-    """Where R-workers, and their folders, are open already."""
+    """The R-workers and their folders are open already."""
     places = {"park_dir": str(tmp_path / "park" / "here"), "journal": str(tmp_path / "journal")}
     with pytest.raises(CapacityError, match="one sequence of max_model_len"):
         LLMEngine(EngineConfig(max_model_len=2048, r_workers=r_workers, **places, **SETTINGS))
@@ -45,7 +45,7 @@ def test_what_is_refused_for_its_capacity_leaves_nothing(tmp_path: Path, r_worke
 def test_what_is_refused_when_its_journal_is_open_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's last part fails; a folder that was there stays, and so does a journal with something in it."""
+    """An engine's last part fails; an existing folder stays, and so does a journal with records."""
 
     def refuse(*_: Any) -> None:
         raise ConfigError("no")

@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute, as the scheduler sees them: alone, without engine, workers or clock."""
+"""Prompts that prefill workers compute, as the scheduler sees them, without engine, workers or clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST = 64
 
 @dataclass
 class TwoWorkers:
-    """A policy: prompts of at least LEAST tokens go to two workers in halves; ``calls`` is what it was told."""
+    """A policy that sends prompts of LEAST tokens or more to two workers in halves, and notes its ``calls``."""
 
     calls: list[tuple] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ def make(num_blocks: PySequence[int] = (100,), **limits: Any) -> Scheduler:
 
 
 def step(scheduler: Scheduler) -> ScheduledStep:
-    """Schedule and commit; every sampled sequence gets a token."""
+    """Schedule and commit a step; every sampled sequence gets a token."""
     planned = scheduler.schedule()
     scheduler.commit(planned)
     running = {**scheduler.store.residents.prompts, **scheduler.store.residents.decoding}
@@ -72,7 +72,7 @@ def test_a_long_prompt_goes_to_prefill_workers_and_comes_back() -> None:
     assert (prefill.sequence_id, prefill.stores[0].r_worker, prefill.token_ids) == (1, 0, tuple(range(100)))
     assert [(part.worker, part.start, part.end) for part in prefill.parts] == [(0, 0, 50), (1, 50, 100)]
     assert verbs(first) == [("RESERVE", 1, prefill.job_id, 100)]
-    assert first.mini_batches[0].chunks["sequence_id"].tolist() == [2]  # the short one is the S-worker's
+    assert first.mini_batches[0].chunks["sequence_id"].tolist() == [2]  # The S-worker computes the short prompt.
     assert step(scheduler).prefills == ()
     assert scheduler.prefilled(prefill.job_id)
     third = step(scheduler)
@@ -105,7 +105,7 @@ def test_a_failed_prompt_is_queued_again_and_its_reservation_released() -> None:
     (second,) = again.prefills
     assert second.job_id != prefill.job_id
     assert scheduler.snapshot().r_workers[0].free == free
-    assert not scheduler.prefilled(prefill.job_id)  # the answer to the first attempt comes too late
+    assert not scheduler.prefilled(prefill.job_id)  # The answer to the first attempt comes too late.
     assert scheduler.prefilled(second.job_id)
     assert step(scheduler).arrived == (1,)
 
@@ -152,7 +152,10 @@ def test_a_step_that_is_taken_back_is_planned_again() -> None:
 
 @pytest.mark.parametrize("what", ["computed", "failed", "evicted", "aborted", "too short"])
 def test_a_prompt_goes_on_from_a_prefix(what: str) -> None:
-    """Its parts begin after it, and its blocks are the chain's, whatever becomes of the chain and of the job."""
+    """The prompt's parts begin after the prefix.
+
+    Its blocks are the prefix's, whatever happens to the prefix and to the job.
+    """
     scheduler = make()
     first = Sequence(1, list(range(160)), 2)
     scheduler.add(first)
@@ -218,7 +221,7 @@ def test_the_policy_hears_of_starts_and_ends() -> None:
 
 
 def places(prefill: RemotePrefill) -> list[tuple[int, int, int, int]]:
-    """R-worker, tokens and whether it has the job's own number, of each store."""
+    """Return R-worker, tokens and whether the number is the job's own, of each store."""
     return [(each.r_worker, each.start, each.end, each.ticket == prefill.job_id) for each in prefill.stores]
 
 
@@ -238,7 +241,7 @@ def test_a_prompt_goes_to_both_copies() -> None:
 
 
 def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() -> None:
-    """A closed range that was cached stores nothing, and serves its prefix."""
+    """A cached closed range stores nothing and serves its prefix."""
     scheduler = make((100, 100, 100), placing=Placing(32))
     first = Sequence(1, list(range(100)), 10)
     scheduler.add(first)
@@ -248,7 +251,7 @@ def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() 
     scheduler.prefilled(prefill.job_id)
     step(scheduler)
     assert [each.num_tokens for each in first.segments] == [32, 32, 32, 4] and first.num_closed == 3
-    assert sum(len(part.chunks) for part in step(scheduler).mini_batches) == 1  # it decodes
+    assert sum(len(part.chunks) for part in step(scheduler).mini_batches) == 1  # The sequence decodes.
     scheduler.finish(first)
     second = Sequence(2, [*range(100), *range(200, 270)], 10)
     scheduler.add(second)
@@ -262,7 +265,7 @@ def test_a_prompt_goes_to_each_of_its_ranges_and_after_a_prefix_to_those_left() 
 
 
 def test_a_prompt_goes_on_with_the_r_worker_that_is_left() -> None:
-    """Of two copies, in one segment or several, one is lost; that of a segment with one copy ends the job."""
+    """One of two copies is lost, in one range or several; the loss of a range's only copy ends the job."""
     scheduler = make((100, 100, 100), placing=Placing(copies=2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
@@ -280,7 +283,7 @@ def test_a_prompt_goes_on_with_the_r_worker_that_is_left() -> None:
 
 
 def test_a_prompt_in_ranges_begins_with_two_copies_of_each() -> None:
-    """So the loss of any R-worker costs none of it."""
+    """The loss of any R-worker therefore costs no row."""
     scheduler = make((100, 100, 100), placing=Placing(32, 2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
@@ -306,7 +309,7 @@ def test_a_lost_r_worker_ends_the_jobs_that_store_there_alone() -> None:
 
 @pytest.mark.parametrize("num_missed", [1, 2])
 def test_a_copy_that_could_not_be_stored_is_given_up(num_missed: int) -> None:
-    """Its R-worker stands, and is told; without any copy the prompt is computed again."""
+    """The R-worker without the rows releases its copy; without any copy the prompt is computed again."""
     scheduler = make((100, 100, 100), placing=Placing(copies=2))
     sequence = Sequence(1, list(range(100)), 10)
     scheduler.add(sequence)
@@ -319,7 +322,7 @@ def test_a_copy_that_could_not_be_stored_is_given_up(num_missed: int) -> None:
 
 
 def test_a_prompt_that_arrives_in_a_step_that_fails_arrives_again() -> None:
-    """The R-workers have heard the step, and it was not computed: the prompt is sampled in the next one."""
+    """The R-workers have got the step, but it failed, so the prompt is sampled in the next one."""
     jobs = [Job([1] * (20 + number), 8, [8]) for number in range(6)]
     limits = replace(AMPLE, num_blocks=(64, 64), bandwidths=(1.0, 1.0))
     for seed in range(3):

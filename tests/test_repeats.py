@@ -1,4 +1,4 @@
-"""Rows get the same bits in forwards of any size, attention apart: what recomputation, and company, rest on."""
+"""Rows have the same bits in forwards of any size, attention apart; recomputation and batches rely on it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_model_whose_rows_do_not_repeat_says_so(
 
 
 def test_experts_get_enough_rows_and_the_same_results(tmp_path: Path) -> None:
-    """Of transformers' own grouped products, within rounding, whatever the number of rows."""
+    """The results are those of transformers' grouped products, within rounding, for any number of rows."""
     experts = load("three of 30 experts", "float32", tmp_path)[0].model.model.layers[0].mlp.experts
     assert experts.config._experts_implementation == EXPERTS_NAME
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Two copies of every sequence (``--kv-replicas 2``): a lost R-worker costs no token, and nothing is computed again."""
+"""Two copies of every sequence (``--kv-replicas 2``): a lost R-worker costs no token and no recomputation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAME = "llama-gqa"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
 def expected() -> list[list[int]]:
-    """What transformers generates."""
+    """Return what transformers generates."""
     return [list(tokens[:32]) for tokens in model_zoo.reference(NAME).tokens]
 
 
@@ -38,7 +38,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 class Watched:
-    """A batch through an engine, step by step; every fourth request is sampled, n = 4, the others are greedy."""
+    """A batch run step by step; every fourth request is sampled with n = 4, the others are greedy."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], sampled: bool = True) -> None:
         self.llm, self.engine = llm, llm.engine
@@ -50,7 +50,7 @@ class Watched:
             self.engine.add_request(str(number), prompt, params)
 
     def go_on(self, num_steps: int = 1000, until_copied: bool = False) -> None:
-        """So many steps, or until the batch has ended, or every sequence has two copies."""
+        """Run so many steps, or until the batch has ended or every sequence has two copies."""
         while num_steps and self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 self.found[int(output.request_id)] = [list(each.token_ids) for each in output.outputs]
@@ -59,7 +59,7 @@ class Watched:
                 return
 
     def kill(self, victim: int) -> None:
-        """An R-worker, with ``kill -9``."""
+        """Kill an R-worker with ``kill -9``."""
         os.kill(r_workers.spawned_pids(self.llm)[victim], signal.SIGKILL)
 
 
@@ -67,8 +67,9 @@ class Watched:
 def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second comes once all have two copies again; no step after the prompts has any row of a prompt."""
-    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)  # all are made in the first steps
+    """The second loss comes once all have two copies again; no step after the prompts has a prompt's row."""
+    # All second copies are made in the first steps.
+    monkeypatch.setattr("fastdecode.scheduler.policy.second_copies.SHARE", 100.0)
     prompts, wanted = model_zoo.prompts(NAME)[:6], expected()[:6]
     with make_llm(folder, num_mini_batches=2, enable_prefix_caching=False) as llm:
         batch = Watched(llm, prompts, sampled=False)
@@ -94,7 +95,7 @@ def test_two_losses_one_after_the_other_cost_no_token_and_no_prefill(
 def test_prefix_hits_siblings_and_seeds_go_on_from_the_other_copy(
     folder: Path, dtype: str, kv_cache_dtype: str
 ) -> None:
-    """The same tokens as with one copy and no loss, in 16 bits and quantised; the second batch begins with hits."""
+    """Tokens are those of one copy without a loss, in 16 bits and quantised; the second batch begins with hits."""
     prompts = model_zoo.prompts(NAME)
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     with make_llm(folder, r_workers="inproc:1", kv_replicas=1, **settings) as llm:
@@ -111,7 +112,7 @@ def test_prefix_hits_siblings_and_seeds_go_on_from_the_other_copy(
 
 
 def test_a_drain_of_sequences_with_two_copies_moves_nothing(folder: Path) -> None:
-    """They stay where their other copies are, and get a new one."""
+    """Sequences stay where their other copies are, and get a new second copy."""
     prompts = model_zoo.prompts(NAME)
     with make_llm(folder, r_workers="inproc:3") as llm:
         batch = Watched(llm, prompts, sampled=False)

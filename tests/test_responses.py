@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, asked by the openai package: whole, streamed, with a form, with calls, and refused."""
+"""OpenAI's Responses API, used by the openai package: whole, streamed, with a form, with calls, and refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
 COMPACT = {"logit_bias": {str(ord(blank)): -100 for blank in " \n\t\r"}}
-"""The demo model likes blanks more than an end."""
+"""A bias against blanks, which the demo model prefers to an end."""
 
 LOOK: dict[str, Any] = {
     "type": "function",
@@ -45,13 +45,13 @@ def api(chat_server: RunningServer) -> openai.OpenAI:
 
 
 def chat(api: openai.OpenAI, *messages: dict[str, Any], **more: Any) -> str:
-    """What the chat route answers."""
+    """Return the chat route's answer."""
     asked: Any = {"model": MODEL, "temperature": 0, "max_completion_tokens": 24, "messages": list(messages), **more}
     return api.chat.completions.create(**asked).choices[0].message.content or ""
 
 
 def test_a_response_is_the_chat_s_answer(api: openai.OpenAI) -> None:
-    """Text, and all kinds of items; with its usage, its status, and nothing stored."""
+    """The text, all kinds of items, the usage and the status agree, and nothing is stored."""
     user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}
     with api:
         found = api.responses.create(input="hi", **GREEDY)
@@ -80,7 +80,7 @@ def test_a_response_is_the_chat_s_answer(api: openai.OpenAI) -> None:
 
 
 def test_streams_have_openai_s_events(api: openai.OpenAI) -> None:
-    """In order, numbered, and together the whole response; sync, by the package's own collector, and async."""
+    """Events are in order and numbered, and give the whole response: sync, by the package's collector, and async."""
     with api:
         whole = api.responses.create(input="hi", **GREEDY)
         events = list(api.responses.create(input="hi", stream=True, **GREEDY))
@@ -138,7 +138,7 @@ def test_logprobs_are_those_of_the_tokens(api: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}], ids=("required", "named"))
 def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
-    """As they are in the stream."""
+    """Forced calls are the same items in the stream."""
     asked: Any = {**GREEDY, "max_output_tokens": 100, "tools": [LOOK], "tool_choice": choice, "input": "hi"}
     asked["parallel_tool_calls"] = False
     with api:
@@ -164,7 +164,7 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
     ],
 )
 def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: list[str]) -> None:
-    """The model's text is forced here to be one that calls; whole, and as the package collects a stream."""
+    """A forced text has calls, whole and as the package collects a stream."""
     asked: Any = {**GREEDY, "max_output_tokens": 200, "tools": [LOOK], "input": "hi"}
     asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
     with api:
@@ -221,7 +221,7 @@ def test_what_is_not_supported_is_one_clear_error(chat_server: RunningServer, wr
 
 
 def test_the_document_tells_bodies_that_are_accepted(chat_server: RunningServer) -> None:
-    """What fuzz/api.py makes its requests of: each route's body, by name, with what a server of this model takes."""
+    """fuzz/api.py makes its requests from this document: each route's body, by name, with accepted values."""
     status, found = chat_server.request("/openapi.json")
     assert status == 200
     bodies = found["components"]["schemas"]

@@ -1,4 +1,4 @@
-"""Scaled rotary frequencies: texts beyond the original length are transformers', and what is not known is refused."""
+"""Scaled rotary frequencies: long texts give transformers' tokens, and unknown scalings are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny Llama for 64 tokens, without scaling."""
+    """Save a tiny Llama for 64 tokens, without scaling, and return its folder."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def scale(folder: Path, scaling: dict[str, Any], **changes: Any) -> Path:
-    """Write ``scaling`` into config.json, as published ones have it."""
+    """Write ``scaling`` into config.json in its published form."""
     told = json.loads((folder / "config.json").read_text())
     del told["rope_parameters"]
     told |= {"rope_theta": 5000.0, "rope_scaling": scaling, **changes}
@@ -54,7 +54,7 @@ def scale(folder: Path, scaling: dict[str, Any], **changes: Any) -> Path:
 
 
 def check_text(folder: Path, **settings: Any) -> None:
-    """Compare the tokens after 150 others with transformers'."""
+    """Check that the tokens after 150 others are transformers'."""
     ids = torch.randint(3, 64, (1, 150), generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     told = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}

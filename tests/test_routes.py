@@ -1,4 +1,4 @@
-"""Who gets which rows, against a recount row by row: ranges, second copies, prompts, drafts, and losses in mid-step."""
+"""The rows of each R-worker, against a recount row by row: ranges, copies, prompts, drafts, and losses in a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_ROUNDS = 300
 
 
 def random_chunk(rng: random.Random, sequence_id: int, num_workers: int) -> Chunk:
-    """A decode, drafts or a prompt, of a short sequence or of one in ranges, with one or two copies."""
+    """Draw a decode, drafts or a prompt, of a short sequence or one in ranges, with one or two copies."""
     worker = rng.randrange(num_workers)
     others = [each for each in range(num_workers) if each != worker]
     num_closed, num_rows, is_decode = rng.choice([0, 0, 0, 1, 2, 3]), rng.choice([1, 1, 1, 2, 5]), rng.random() < 0.7
@@ -46,7 +46,7 @@ def random_chunk(rng: random.Random, sequence_id: int, num_workers: int) -> Chun
 
 
 def random_step(rng: random.Random, plain: bool = False) -> ScheduledStep:
-    """One to three mini-batches on one to four R-workers; ``plain``: no ranges and no second copies."""
+    """Draw one to three mini-batches on one to four R-workers; ``plain``: no ranges and no second copies."""
     num_workers, parts = rng.randrange(1, 5), []
     for index in range(rng.randrange(1, 4)):
         chunks = [random_chunk(rng, 20 * index + i, num_workers) for i in range(rng.randrange(9))]
@@ -57,7 +57,7 @@ def random_step(rng: random.Random, plain: bool = False) -> ScheduledStep:
 
 
 class Row:
-    """One token of a mini-batch, and its places: among all rows and, where it attends, among those of q and o."""
+    """One token of a mini-batch, its place among all rows and, where it attends, its place in q and o."""
 
     def __init__(self, chunk: Chunk, place: int, stored: int, attending: int) -> None:
         self.chunk, self.place, self.stored = chunk, place, stored
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def cache_id(self) -> int:
-        """What R-workers call the sequence."""
+        """The id of the sequence on R-workers."""
         return self.chunk.sequence_id if self.chunk.cache_id is None else self.chunk.cache_id
 
     @property
     def workers(self) -> set[int]:
-        """Those that have a part in its o."""
+        """The R-workers that contribute to the row's o."""
         return {self.chunk.worker, *(worker for worker, _, _ in self.chunk.reads)}
 
 
@@ -85,7 +85,7 @@ def rows_of(mini_batch: MiniBatch) -> list[Row]:
 
 
 def queries(rows: list[Row], worker: int) -> list[int]:
-    """Rows of q that an R-worker gets: those of its closed ranges, then those of its own sequences."""
+    """Return an R-worker's rows of q: those of its closed ranges, then those of its own sequences."""
     reads = []
     for number, first in enumerate(rows):
         if first.place == 0:
@@ -95,7 +95,7 @@ def queries(rows: list[Row], worker: int) -> list[int]:
 
 
 def stored(rows: list[Row], worker: int) -> list[int]:
-    """Rows of k and v that an R-worker gets: those of its own sequences, then those of second copies."""
+    """Return an R-worker's rows of k and v: those of its own sequences, then those of second copies."""
     own = [row.stored for row in rows if row.chunk.worker == worker]
     return own + [row.stored for row in rows if row.chunk.copy == worker]
 
@@ -105,7 +105,7 @@ def listed(rows: Rows) -> list[int]:
 
 
 def assert_merged(routes: MiniBatchRoutes, rows: list[Row]) -> None:
-    """Each row in ranges is merged once, from all splits from its first range on, each partial result used once."""
+    """Assert that each row in ranges is merged once, from all splits, and each partial result used once."""
     used: set[tuple[int, int]] = set()
     merged = []
     for first, num_rows, first_part, num_parts in routes.merge.merged.tolist():
@@ -149,7 +149,7 @@ def test_routes_are_those_of_a_recount() -> None:
 
 
 def test_consecutive_rows_are_slices() -> None:
-    """Also of a plan that was written by hand, which says nothing of rows."""
+    """A plan that was written by hand says nothing of rows, and still gives slices."""
     for _, step in steps(plain=True):
         plan = step.to_step_plan()
         for mine, derived in zip(plan.routes, routes_of_spans(plan.workers), strict=True):
@@ -170,7 +170,7 @@ def test_ranges_must_say_whose_rows_they_are(mode: SpanMode) -> None:
 
 
 def labelled(rows: list[Row], layer: int) -> list[np.ndarray]:
-    """q, k, v: a row's label is its number, of k 100 and of v 200 more."""
+    """Return q, k and v; a row's label is its number, 100 more in k and 200 more in v."""
     spec = LAYOUT.layers[layer]
     q, k = [row.attending for row in rows if row.chunk.attends], [row.stored for row in rows]
     shapes = ((q, 0, spec.num_heads, spec.key_head_dim), (k, 100, spec.num_kv_heads, spec.key_head_dim))
@@ -182,7 +182,7 @@ def labelled(rows: list[Row], layer: int) -> list[np.ndarray]:
 
 
 def kept_by(rows: list[Row], worker: int) -> list[Kept]:
-    """What an R-worker is to store of a layer, in any order; places count from the first token of the range."""
+    """Return what an R-worker has to store in a layer, in any order; places count from the range's first token."""
     return [
         Kept(row.cache_id, row.chunk.context_len - row.chunk.base + row.place, row.stored + 100.0, row.stored + 200.0)
         for row in rows
@@ -191,13 +191,13 @@ def kept_by(rows: list[Row], worker: int) -> list[Kept]:
 
 
 def asked_of(rows: list[Row], worker: int) -> list[tuple[int, float]]:
-    """The queries that an R-worker is to answer in a layer, in any order, with the sequence each attends to."""
+    """Return the queries that an R-worker answers in a layer, in any order, each with its sequence."""
     own = [(row.cache_id, float(row.attending)) for row in rows if row.chunk.worker == worker and row.chunk.attends]
     return own + [(read[1], float(row.attending)) for row in rows for read in row.chunk.reads if read[0] == worker]
 
 
 def test_each_row_gets_what_is_asked_for_it() -> None:
-    """Through the pool, over R-workers that answer with the labels of the queries."""
+    """R-workers answer through the pool with the labels of their queries."""
     for _, step in steps():
         workers = [LabellingWorker(str(index)) for index in range(len(step.controls))]
         backend = PoolBackend(workers)
@@ -219,7 +219,7 @@ def test_each_row_gets_what_is_asked_for_it() -> None:
 
 
 def test_losses_zero_the_rows_that_the_lost_had_a_part_in() -> None:
-    """Any call of any R-worker may be its last; all other rows are as if nothing had happened."""
+    """Any call of any R-worker may be its last, and the rows of the others are unchanged."""
     num_lost, num_zeros, num_others = 0, 0, 0
     for rng, step in steps():
         workers = [LabellingWorker(str(index), last_call=rng.randrange(1, 60)) for index in range(len(step.controls))]
@@ -247,7 +247,7 @@ def test_losses_zero_the_rows_that_the_lost_had_a_part_in() -> None:
 
 
 def test_a_step_without_rows() -> None:
-    """A plan with mini-batches in which nobody has rows, and one without mini-batches."""
+    """A plan has mini-batches without rows, and another has no mini-batches."""
     backend = PoolBackend([LabellingWorker("0"), LabellingWorker("1")])
     backend.open(LAYOUT)
     backend.begin_step(ScheduledStep((MiniBatch.of([]),), ((), ())).to_step_plan())

@@ -1,4 +1,4 @@
-"""``fastdecode run-batch``: answers, errors, and going on where a run was broken off."""
+"""``fastdecode run-batch``: answers, errors, and a run that goes on where an earlier one was interrupted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def answers(path: Path) -> dict[str, dict[str, Any]]:
-    """By custom_id, each of which must be there once."""
+    """Return the answers by custom_id, each of which must be there once."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert len({each["custom_id"] for each in lines}) == len(lines)
     return {each["custom_id"]: each["response"] for each in lines}
@@ -68,7 +68,7 @@ def wait_for_answers(out: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The answers to REQUESTS of a run that nothing broke off."""
+    """Return the answers to REQUESTS of a run without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     out = folder / "whole.jsonl"
     assert main(["run-batch", "-i", write(folder / "in.jsonl", REQUESTS), "-o", str(out), *FLAGS]) == 0
@@ -77,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path, whole: dict[str, str]) -> None:
-    """Killed twice: under MPI by an R-worker's death, and in the middle of a line; each request is answered once."""
+    """The job ends by an R-worker's death under MPI, then within a line; each request is answered once."""
     asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
     s_worker = [each for each in run_batch(asked, out) if each not in ("--kv-cache-memory", "64MiB")]
     command = mpi_jobs.command((1, [*s_worker, "--r-workers", "mpi"]), (1, mpi_jobs.R_WORKER))
@@ -99,7 +99,7 @@ def test_a_job_that_lost_an_mpi_rank_goes_on_where_it_was(tmp_path: Path, whole:
 def test_a_job_that_lost_a_rank_goes_on_where_it_was(
     tmp_path: Path, whole: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends by itself and names the rank, under tensor parallelism; one rank answers what two have left."""
+    """The job ends by itself and names the lost rank; a run of one rank answers what two have left."""
     asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
     killed: list[int] = []
 
@@ -125,7 +125,7 @@ def test_a_job_that_lost_a_rank_goes_on_where_it_was(
 def test_requests_that_cannot_run_are_answered_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the others run; then there is nothing left to do."""
+    """The other requests run, and afterwards nothing is left to do."""
     asked = [
         line("good", prompt="x = ", max_tokens=3, n=2, seed=1, user="me", logit_bias={"65": 1}),
         line("ids", prompt=[1, 2, 3], max_tokens=2),
@@ -167,7 +167,7 @@ def test_requests_that_cannot_run_are_answered_with_the_reason(
 
 
 def test_failures_are_asked_again_when_told_so(tmp_path: Path) -> None:
-    """The good answer stays as it is, and what is asked again can be another request of the same name."""
+    """The good answer stays, and a failed name can be asked again with another request."""
     out, asked = tmp_path / "out.jsonl", [line("good", prompt="x = ", max_tokens=3), line("bad", prompt="x", top_p=2)]
     arguments = ["run-batch", "-i", write(tmp_path / "in.jsonl", asked), "-o", str(out), *FLAGS]
     assert main(arguments) == 1 == main(arguments)
@@ -204,7 +204,7 @@ def test_lines_that_are_no_request_are_reported_and_the_others_answered(
 
 
 def test_a_list_of_prompts_has_their_choices_in_order(tmp_path: Path) -> None:
-    """Texts or token ids, with log-probabilities; a list with one that cannot run is refused as a whole."""
+    """Texts or token ids are accepted with log-probabilities; a list with one that cannot run is refused whole."""
     one, two = "def f(x):", "import os"
     greedy = {"max_tokens": 4, "temperature": 0}
     asked = [line("both", prompt=[one, two], **greedy), line("one", prompt=one, **greedy, logprobs=2)]
@@ -243,7 +243,8 @@ def test_a_chat_has_its_log_probabilities_per_token() -> None:
     (choice,) = answer(wanted, read_request(wanted), "m", [output])["response"]["body"]["choices"]
     chosen = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     other = {"token": "token_id:8", "logprob": -0.25, "bytes": list(b"token_id:8")}
-    assert choice["logprobs"] == {"content": [chosen | {"top_logprobs": [other]}]}  # the likeliest, and no other
+    # Only the likeliest token is listed.
+    assert choice["logprobs"] == {"content": [chosen | {"top_logprobs": [other]}]}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_another_batch_s_output_is_left_alone(
 def test_an_output_that_is_no_regular_file_is_refused(
     device: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no end that could be read."""
+    """A device has no end that could be read."""
     asked = write(tmp_path / "in.jsonl", [line("a", prompt="x")])
     assert main(["run-batch", "-i", asked, "-o", device]) == 2
     assert f"{device}: must be a regular file" in capfd.readouterr().err
@@ -304,7 +305,7 @@ def test_what_cannot_be_read_twice_is_refused(tmp_path: Path, capfd: pytest.Capt
 
 
 def test_a_chat_takes_the_model_s_template() -> None:
-    """The text up to where the answer begins, as long as the model likes unless it is told."""
+    """The prompt ends where the answer begins, and the length is the model's unless max_tokens is given."""
 
     class Tokenizer(HFTokenizer):
         def __init__(self) -> None:
@@ -333,7 +334,7 @@ def test_a_chat_takes_the_model_s_template() -> None:
 
 
 def test_responses_and_names_of_the_model(tmp_path: Path) -> None:
-    """Rows of the Responses API, and names that requests may call the model; another one is refused in its row."""
+    """Rows of the Responses API and served names are accepted; an unknown name is refused in its row."""
     chat = tmp_path / "template"
     chat.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ suffix }}")
     asked = [
@@ -359,13 +360,13 @@ def test_responses_and_names_of_the_model(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_says_how_far_it_is(tmp_path: Path, whole: dict[str, str]) -> None:
-    """Ctrl-C: the rows that are done, and how to go on."""
+    """After Ctrl-C the output says how many rows are done, and how to go on."""
     asked, out = write(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
     process = subprocess.Popen(run_batch(asked, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for_answers(out, process)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE_SECONDS)
-    if process.returncode == 130:  # else it had ended by itself
+    if process.returncode == 130:  # Otherwise the run had ended by itself.
         done = len(answers(out))
         told = f"fastdecode: {out}: {done} of 6 requests are answered: the same command goes on with the rest"
         assert told in error.splitlines()

@@ -1,4 +1,4 @@
-"""Sampler against transformers' own processors, and against itself in other batches."""
+"""The sampler against transformers' own processors, and against itself in other batches."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_large_nuclei_and_ties_are_transformers(top_k: int) -> None:
     rows = [make_row(top_p=p, top_k=top_k) for p in (0.55, 0.7, 0.95, 0.999)]
     probs = assert_like_reference(logits, rows)
     assert (probs > 0).sum(-1).min() >= FIRST_NUCLEUS, "the nucleus must outgrow the first candidates"
-    tied = (logits * 2).round() / 2  # thousands of equal logits; which of them stay is up to transformers' sort
+    tied = (logits * 2).round() / 2  # Thousands of logits are equal; transformers' sort decides which of them stay.
     probs = distribution(tied, rows)
     expected = torch.cat([reference(tied[i : i + 1], row) for i, row in enumerate(rows)])
     assert torch.equal((probs > 0).sum(-1), (expected > 0).sum(-1))
@@ -108,7 +108,7 @@ def test_large_nuclei_and_ties_are_transformers(top_k: int) -> None:
 
 
 def crowd(count: int) -> list[SamplingRow]:
-    """Rows of every kind, plain ones between the others."""
+    """Return rows of every kind, with plain ones between them."""
     return [
         make_row(
             prompt=range(i, i + 5),

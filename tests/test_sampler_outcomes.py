@@ -1,4 +1,4 @@
-"""What the sampler hands back: fair draws, bans that hold, bad rows that fail alone, log-probabilities."""
+"""Outcomes of the sampler: fair draws, bans, bad rows that fail alone, log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.sworker.sampling.probabilities import draw, sample_seed, uniform
 
 
 def draws(probs: Tensor, count: int, *, one_seed: bool) -> np.ndarray:
-    """How often each token of one distribution comes: over seeds, or over positions of one seed."""
+    """Return how often each token of a distribution comes, over seeds or over positions of one seed."""
     seeds = [2024] * count if one_seed else [sample_seed(11, i) for i in range(count)]
     positions = range(count) if one_seed else [3] * count
     tokens = draw(probs.expand(count, -1), uniform(seeds, list(positions)))
@@ -48,7 +48,8 @@ def test_sample_draws_from_the_distribution() -> None:
     found = Counter(s.token_id for s in Sampler().sample(logits.expand(count, -1), rows))
     probs = distribution(logits, rows[:1])[0].tolist()
     assert set(found) == {token for token, p in enumerate(probs) if p > 0} and len(found) == 6
-    assert sum((found[t] - p * count) ** 2 / (p * count) for t, p in enumerate(probs) if p) < 20.5  # 5 degrees, 1/1000
+    # The bound is exceeded once in 1,000 times, for 5 degrees of freedom.
+    assert sum((found[t] - p * count) ** 2 / (p * count) for t, p in enumerate(probs) if p) < 20.5
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
@@ -57,7 +58,8 @@ def test_uniforms_are_uniform_and_independent() -> None:
     for values in (by_position, by_seed):
         assert values.min() >= 0 and values.max() < 1
         empirical = np.arange(1, 50_001) / 50_000
-        assert np.abs(np.sort(values) - empirical).max() < 1.95 / math.sqrt(50_000)  # Kolmogorov-Smirnov, 1/1000
+        # The bound of Kolmogorov and Smirnov is exceeded once in 1,000 times.
+        assert np.abs(np.sort(values) - empirical).max() < 1.95 / math.sqrt(50_000)
         assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.015
     assert abs(np.corrcoef(by_position, by_seed)[0, 1]) < 0.015
 
@@ -71,8 +73,9 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
 
     assert token(1, [5, 6]) == token(1, [7, 8], prompt=[9, 9, 9])
     assert len({token(1, range(position)) for position in range(20)}) > 15
-    assert len({token(seed, []) for seed in (0, 1, 2, 3, -1, 2**63, 2**64 - 1)}) == 6  # -1 is 2**64 - 1
-    golden = 0x9E3779B97F4A7C15  # the generator's own stride: even such seeds must not give one stream, shifted
+    assert len({token(seed, []) for seed in (0, 1, 2, 3, -1, 2**63, 2**64 - 1)}) == 6  # -1 means 2**64 - 1.
+    # Even seeds that differ by the generator's own stride must not give one stream, shifted.
+    golden = 0x9E3779B97F4A7C15
     assert uniform([1], [1])[0] != uniform([1 + golden], [0])[0]
     assert sample_seed(1, 1) != sample_seed(1 ^ golden, 0)
     assert len({sample_seed(seed, index) for seed in range(100) for index in range(100)}) == 10_000
@@ -88,7 +91,7 @@ def test_the_ends_of_the_uniform_range(edge: float) -> None:
 
 
 def test_min_tokens_without_stop_tokens_is_free() -> None:
-    """Nothing is held back, so the likeliest of the model's own logits is the token, with no pass to edit them."""
+    """Without stop tokens nothing is banned, so the likeliest of the model's own logits is taken without an edit."""
     assert make_row(temperature=0, min_tokens=2).plain
     assert not make_row(temperature=0, min_tokens=2, stop_token_ids=frozenset({3})).plain
     assert make_row(output=[1, 1], temperature=0, min_tokens=2, stop_token_ids=frozenset({3})).plain

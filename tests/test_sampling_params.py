@@ -33,7 +33,7 @@ VLLM_DEFAULTS = {
     "allowed_token_ids": (),
     "bad_words": (),
     "skip_special_tokens": True,
-    "shown_special_token_ids": (),  # our own
+    "shown_special_token_ids": (),  # This field is our own.
     "include_stop_str_in_output": False,
     "detokenize": True,
     "structured_outputs": None,

@@ -1,4 +1,4 @@
-"""The scheduler against a naive recount of everything it promises, step by step over random workloads."""
+"""The scheduler against a naive recount of all its guarantees, step by step over random workloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastdecode.scheduler import SCHEDULES, Limits, Scheduler, Sequence
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
-    """Small budgets of every kind, so that each is hit; every job can run alone on the largest worker."""
+    """Draw small budgets of every kind, so that each is reached; every job can run alone on the largest worker."""
     schedule = draw(st.sampled_from([*SCHEDULES, "sls", "sls"]))
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     max_num_seqs = draw(st.integers(1, 8))
@@ -68,7 +68,7 @@ def runs(draw: st.DrawFn) -> Run:
 
 
 def range_lengths(schedule: str, block_size: int) -> st.SearchStrategy[int]:
-    """So short that most sequences have several ranges, or none."""
+    """Draw ranges so short that most sequences have several, or none."""
     if SCHEDULES[schedule].reserves_longest:
         return st.just(UNLIMITED)
     return st.sampled_from([UNLIMITED, 4 * block_size, 8 * block_size, 12 * block_size])
@@ -76,7 +76,7 @@ def range_lengths(schedule: str, block_size: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
-    """Prompts of two families: within one, a prompt is a beginning of another, or leaves it somewhere."""
+    """Draw prompts of two families; within one, a prompt begins another one or differs from it somewhere."""
     family, length = draw(st.integers(0, 1)), draw(st.integers(1, 40))
     shared = draw(st.integers(0, length))
     prompt = [1000 * family + i for i in range(shared)]
@@ -90,7 +90,7 @@ def job(draw: st.DrawFn, max_num_seqs: int) -> Job:
 @given(runs(), st.frozensets(st.integers(0, 20), max_size=3))
 @settings(max_examples=examples(350))
 def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> None:
-    """Where R-workers turn out slower than expected sequences move between steps, for nothing."""
+    """Sequences move between steps, at no cost, where R-workers are slower than expected."""
     run.to_the_end(fail_steps, moves_per_step=2)
 
 
@@ -98,14 +98,14 @@ def test_every_promise_in_every_step(run: Run, fail_steps: frozenset[int]) -> No
 @given(runs(), st.dictionaries(st.integers(0, 15), st.integers(0, 2), max_size=2))
 @settings(max_examples=examples(160))
 def test_every_promise_though_workers_are_lost(run: Run, losses: dict[int, int]) -> None:
-    """All but the last worker may go, each once."""
+    """All R-workers but the last may be lost, each once."""
     workers = list(dict.fromkeys(worker for worker in losses.values() if worker < len(run.limits.num_blocks) - 1))
     run.to_the_end(losses=dict(zip(losses, workers, strict=False)), moves_per_step=2)
 
 
 @st.composite
 def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
-    """Who joins and who drains, and in which step."""
+    """Draw which R-workers join and drain, and in which step."""
     join = st.builds(Join, st.integers(1, 60), st.sampled_from([1.0, 2.0]))
     return draw(st.dictionaries(st.integers(0, 15), join | st.builds(Drain, st.integers(0, 3)), max_size=4))
 
@@ -116,7 +116,7 @@ def changes(draw: st.DrawFn) -> dict[int, Join | Drain]:
 def test_every_promise_though_workers_join_and_leave(
     run: Run, changes: dict[int, Join | Drain], moves_per_step: int
 ) -> None:
-    """Whichever R-workers are asked to leave, even all of them: no sequence is lost, and nothing is left behind.
+    """Even if all R-workers are to leave, no sequence is lost, and nothing is left behind.
 
     The largest stays while jobs arrive, since some fit nowhere else.
     """
@@ -135,7 +135,7 @@ def test_every_promise_though_workers_join_and_leave(
 def test_every_promise_with_two_copies(
     run: Run, losses: dict[int, int], changes: dict[int, Join | Drain], in_ranges: bool
 ) -> None:
-    """Three R-workers, two of one host, of which up to two are lost, in mid-step; one may drain, and others join."""
+    """Two of three R-workers share a host, up to two are lost in a step, one may drain, and others join."""
     largest, limit = max(run.limits.num_blocks), run.limits.kv_load_limit
     limits = replace(
         run.limits,
@@ -163,7 +163,7 @@ def test_every_promise_with_two_copies(
 def test_every_promise_of_prompts_that_prefill_workers_compute(
     run: Run, losses: dict[int, int], drains: dict[int, Drain], places: tuple[int, int]
 ) -> None:
-    """In ranges of two blocks or eight, on one R-worker or two, after kept prefixes; R-workers are lost meanwhile."""
+    """Prompts are stored in ranges on one or two R-workers, after kept prefixes; R-workers are lost meanwhile."""
     copies, blocks = places
     reserves = SCHEDULES[run.schedule].reserves_longest
     block_size, largest = min(4, run.limits.block_size), 4 * max(run.limits.num_blocks)
@@ -197,7 +197,7 @@ def test_every_promise_with_all_features_together(first: int) -> None:
     "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(15, 600, 195))]
 )
 def test_every_promise_for_hybrids(first: int) -> None:
-    """Naive R-workers refuse to go on from a state that is not that of all tokens before."""
+    """Naive R-workers refuse a state that is not that of all tokens before."""
     for seed in range(first, first + (195 if first else 15)):
         try:
             draw_mix(seed, of_hybrid=True).to_the_end()
@@ -233,7 +233,7 @@ MIXES = {
 
 @pytest.mark.parametrize("schedule", MIXES)
 def test_how_each_schedule_mixes_prompts_and_decodes(schedule: str) -> None:
-    """Prompts of 6, 12 and 3 tokens under a budget of 10."""
+    """Prompts of 6, 12 and 3 tokens run under a budget of 10."""
     scheduler = scheduler_of(schedule, max_num_batched_tokens=10)
     waiting = [Sequence(i, list(range(length)), 4) for i, length in enumerate((6, 12, 3))]
     for sequence in waiting:
@@ -271,7 +271,7 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
 
 
 def test_when_blocks_run_out_the_youngest_is_computed_again() -> None:
-    """Six blocks of 4 for three sequences that grow to 10 tokens: at most two can end together."""
+    """Six blocks of 4 hold two of the three sequences that grow to 10 tokens."""
     run = Run("stall-free", limits_of(num_blocks=(6,)), [Job([i] * 4, 7, [7]) for i in range(3)])
     run.to_the_end()
     assert run.scheduler.statistics.preemptions >= 1
@@ -280,7 +280,7 @@ def test_when_blocks_run_out_the_youngest_is_computed_again() -> None:
 
 
 def test_who_was_preempted_gets_on_before_being_preempted_again() -> None:
-    """Five grow to 40 tokens in room for two and a half: one that comes back gets tokens before leaving again."""
+    """Five sequences grow to 40 tokens in room for two and a half; each that comes back gets tokens before leaving."""
     limits = limits_of(num_blocks=(25,), max_num_batched_tokens=200)
     run = Run("stall-free", limits, [Job([i] * 12, 28, [28]) for i in range(5)])
     at_last_preemption: dict[int, int] = {}
@@ -303,7 +303,7 @@ def test_a_reservation_for_siblings_counts_shared_blocks_once() -> None:
     run.arrive_and_abort()
     run.step()
     free = [worker.free for worker in run.scheduler.snapshot().r_workers]
-    assert free == [5, 20 - (2 + 3)]  # two full blocks of all, and a third of each
+    assert free == [5, 20 - (2 + 3)]  # All share two full blocks, and each has a third.
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_refused_step_gives_its_controls_back() -> None:
 
 
 def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
-    """Each row has a partial result of each range, and R-workers take so many of them at once."""
+    """Each row has a partial result per range, and R-workers take a limited number of them at once."""
     scheduler = scheduler_of(
         scratch_tokens=0,
         placing=Placing(512),
@@ -379,7 +379,10 @@ def test_a_prompt_that_attends_in_many_ranges_goes_in_shorter_pieces() -> None:
 
 
 def test_a_range_that_was_attended_on_a_lost_r_worker_is_computed_again() -> None:
-    """The step fills the first range, whose second copy stays, and its R-worker goes, which alone has the next one."""
+    """A step fills the first range, whose second copy stays.
+
+    Its R-worker is lost, and was the only one with the next range.
+    """
     limits = limits_of(max_num_batched_tokens=8, scratch_tokens=0, num_blocks=(100, 100), bandwidths=(1.0, 1.0))
     scheduler = Scheduler(SCHEDULES["stall-free"], replace(limits, placing=Placing(8, 2), hosts=("a", "b")))
     sequence = Sequence(0, list(range(12)), 3)
@@ -431,7 +434,7 @@ def test_mini_batches_are_balanced(rows: list[tuple[int, int, int]], k: int) -> 
 
 
 def test_mini_batches_stay_balanced_as_sequences_come_and_go() -> None:
-    """In every step of a run with arrivals and unequal ends: rows differ by one, loads by less than two contexts."""
+    """In every step of a run with arrivals and unequal ends rows differ by one, and loads by less than two contexts."""
     rng = np.random.default_rng(0)
     jobs = [
         Job([1] * int(rng.integers(1, 60)), 90, [int(rng.integers(2, 90))], int(rng.integers(0, 200)))
@@ -448,7 +451,7 @@ def test_mini_batches_stay_balanced_as_sequences_come_and_go() -> None:
 
 
 def test_step_plan() -> None:
-    """Every worker lists every mini-batch; spans are the chunks in order, controls verbatim."""
+    """Every worker lists every mini-batch; spans are the chunks in order, and controls are unchanged."""
     decode, prompt = Chunk(5, 0, 40, (9,)), Chunk(6, 1, 8, (1, 2, 3), attends=False, samples=False, is_decode=False)
     remote = Chunk(7, 1, 0, (4, 5), is_decode=False)
     mixed = MiniBatch.sorted([MiniBatch.of([prompt, decode]), MiniBatch.of([remote])])
@@ -466,7 +469,7 @@ def test_step_plan() -> None:
 
 
 def test_a_sequence_of_several_ranges_in_a_step_plan() -> None:
-    """Two closed ranges of 1024 tokens, a tail of 10; the rows of its tail come after those of lone sequences."""
+    """A sequence has two closed ranges of 1,024 tokens and a tail of 10, whose rows follow those of lone sequences."""
     lone = Chunk(5, 1, 40, (9,))
     long = Chunk(6, 1, 2058, (1, 2), base=2048, reads=((0, 61, 0), (1, 62, 1024)))
     appended = Chunk(7, 1, 1030, (3, 4, 5), attends=False, is_decode=False, base=1024)
@@ -513,7 +516,7 @@ def test_a_sequence_of_several_ranges_in_a_step_plan() -> None:
 
 
 def moving(num_blocks: tuple[int, ...], num_jobs: int = 8) -> Run:
-    """Jobs of 20 + 30 tokens, all decoding on the R-workers there are; blocks have 4 tokens."""
+    """Return a run of jobs of 20 + 30 tokens, all decoding on the R-workers, with blocks of 4 tokens."""
     limits = limits_of(num_blocks=num_blocks, bandwidths=(1.0,) * len(num_blocks), max_num_batched_tokens=1000)
     run = Run("stall-free", limits, [Job([number] * 20, 30, [30]) for number in range(num_jobs)])
     run.arrive_and_abort()
@@ -535,7 +538,7 @@ def test_a_newcomer_gets_its_part_of_what_runs(bandwidth: float, wanted: int) ->
 
 
 def test_draining_moves_everybody_and_preempts_whom_nobody_has_room_for() -> None:
-    """The other worker has room for five of eight, each with a block to grow into."""
+    """The other R-worker has room for five of eight sequences, each with a block to grow into."""
     run = moving((200,))
     run.scheduler.members.join(5 * 7 + 4, 1e-9)
     run.scheduler.members.drain(0)
@@ -561,7 +564,7 @@ def test_the_last_one_that_drains_goes_on_until_another_comes() -> None:
 
 
 def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many come and go, the scheduler's arrays grow no more; and nothing is lost or miscounted by it."""
+    """However many R-workers come and go, the scheduler's arrays stop growing, and no sequence is lost."""
     monkeypatch.setattr("fastdecode.scheduler.places.workers.KEPT_GONE", 2)
     run = moving((200,))
     scheduler, workers = run.scheduler, run.scheduler.store.workers
@@ -584,7 +587,7 @@ def test_those_that_join_take_the_places_of_the_long_gone(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("event", ["lost", "drained"])
 def test_a_follower_needs_its_r_worker_too(event: str) -> None:
-    """Only the second R-worker could ever hold the third sequence, which waits for the second's prefix."""
+    """Only the second R-worker could ever hold the third sequence, which waits for the second one's prefix."""
     limits = Limits(
         max_num_seqs=8, max_num_batched_tokens=64, num_mini_batches=1, scratch_tokens=10_000, max_model_len=4096,
         block_size=16, num_blocks=(20, 200, 20), bandwidths=(1.0, 1.0, 1.0),

@@ -1,4 +1,4 @@
-"""``--security authenticate``: who is let in after which handshake, and what each side says where the two disagree."""
+"""``--security authenticate``: handshakes that let a peer in, and messages where the two sides disagree."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def guarded(key_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """An R-worker that lets in who proves the key, and sends clear data."""
+    """Yield an R-worker that lets in peers that prove the key, and sends unencrypted data."""
     with r_workers.listening("--key-file", str(key_file), "--security", "authenticate") as started:
         yield started
 
 
 def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -> None:
-    """With the results of any other backend; a second one is told who is served, by whom it trusts."""
+    """The results are those of any other backend; a second S-worker learns who is served."""
     _, address = guarded
     for _ in range(2):
         backend = opened(address, key_file, "authenticate")
@@ -58,7 +58,7 @@ def test_it_serves_one_after_another(guarded: tuple[Any, str], key_file: Path) -
 
 
 def test_one_that_joins_proves_its_key_as_well(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And one that would encrypt where the pool does not is not let in."""
+    """A joining R-worker proves the key too, and one that would encrypt where the pool does not is refused."""
     lobby = listen_for_joins("127.0.0.1:0", contract.BLOCK_SIZE, str(key_file), "authenticate")
     backend = TcpBackend([], contract.BLOCK_SIZE)
     backend.accept_joins(lobby)
@@ -148,7 +148,7 @@ def test_a_level_needs_a_key_file(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Raw:
-    """A peer that says what it wants."""
+    """A peer that sends any frames."""
 
     def __init__(self, address: str) -> None:
         self.context = zmq.Context()
@@ -156,7 +156,7 @@ class Raw:
         self.socket.connect(f"tcp://{address}")
 
     def ask(self, parts: list[bytes]) -> tuple[Kind, bytes]:
-        """Kind and body of the answer."""
+        """Send ``parts``, and return kind and body of the answer."""
         self.socket.send_multipart(parts)
         assert self.socket.poll(PATIENCE_SECONDS * 1000)
         header, *bodies = self.socket.recv_multipart()
@@ -167,7 +167,7 @@ class Raw:
 
 
 def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: Path) -> None:
-    """No proof, a wrong one, one sent back, one that was heard before, one of another connection: each is refused."""
+    """No proof and proofs that are wrong, sent back, old, or of another connection are each refused."""
     process, address = guarded
     key = read_security(str(key_file), "authenticate").proof_key
     assert key is not None
@@ -181,16 +181,16 @@ def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: 
         assert peers[0].ask(frame(Kind.CHALLENGE, nonce[:31]))[0] is Kind.REFUSED
         kind, body = peers[0].ask(challenge)
         assert kind is Kind.CHALLENGED and body[32:] == proof.proof(key, "r-worker", nonce + body[:32])
-        assert peers[0].ask(frame(Kind.PROOF, body[32:]))[0] is Kind.REFUSED  # the R-worker's own, sent back
+        assert peers[0].ask(frame(Kind.PROOF, body[32:]))[0] is Kind.REFUSED  # The R-worker's own proof is sent back.
         good = frame(Kind.PROOF, proof.proof(key, "s-worker", nonce + body[:32]))
-        assert peers[0].ask(good)[0] is Kind.REFUSED  # the challenge was spent
+        assert peers[0].ask(good)[0] is Kind.REFUSED  # The challenge had been used.
         kind, body = peers[0].ask(challenge)
         good = frame(Kind.PROOF, proof.proof(key, "s-worker", nonce + body[:32]))
-        assert peers[1].ask(good)[0] is Kind.REFUSED  # heard on another's connection
+        assert peers[1].ask(good)[0] is Kind.REFUSED  # The proof was overheard on another connection.
         kind, answer = peers[0].ask(good)
         assert kind is Kind.PROVEN
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while kind is not Kind.WELCOME:  # until it has seen that the other one is gone
+        while kind is not Kind.WELCOME:  # Ask until the R-worker has seen that the other peer is gone.
             assert time.monotonic() < deadline
             kind, answer = peers[0].ask(frame(Kind.HELLO, HELLO))
             assert kind is Kind.WELCOME or b"this R-worker serves another S-worker" in answer
@@ -207,7 +207,7 @@ def test_only_a_fresh_proof_opens_a_session(guarded: tuple[Any, str], key_file: 
 
 
 def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: Path, tmp_path: Path) -> None:
-    """Once in the log, however often; the job goes on."""
+    """The log has one line, however often the key is wrong, and the job goes on."""
     process, address = guarded
     served = opened(address, key_file, "authenticate")
     wrong = make_key(tmp_path / "wrong", "6" * 64)
@@ -221,7 +221,7 @@ def test_a_wrong_key_is_said_on_both_sides(guarded: tuple[Any, str], key_file: P
 
 
 def test_what_is_kept_of_unproven_peers_is_bounded() -> None:
-    """And a peer that was forgotten for it is refused, not admitted."""
+    """A peer that was dropped for the bound is refused, not admitted."""
     gate = proof.Gate(bytes(32))
     nonce = bytes(32)
 

@@ -1,4 +1,4 @@
-"""Kernels that do not compute what the scalar ones do: no R-worker is made of them, and the doctor says so."""
+"""Kernels that differ from the scalar ones: no R-worker uses them, and the doctor says so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = local.RWorkerSize(1 << 20, 1)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The instruction sets that were tested, every one of which is found broken."""
+    """Yield the instruction sets that were tested, every one of which is found broken."""
     isas: list[str] = []
     monkeypatch.setattr(_rworker, "self_test", lambda isa: isas.append(isa) or REFUSAL)
     local.check_isa.cache_clear()
@@ -63,7 +63,7 @@ def test_a_process_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_system_does_not_give_is_one_clear_line() -> None:
-    """In a process that may take 64 MiB more: memory for a cache, and for the stacks of threads."""
+    """The process may take 64 MiB more, too little for a cache or for threads' stacks."""
     run = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
     assert "no memory for a KV cache of 1,073,741,824 bytes; give less --kv-cache-memory" in run.stdout
     assert "an R-worker's 99 thread(s) do not start (Resource temporarily unavailable): give fewer" in run.stdout

@@ -1,4 +1,4 @@
-"""Backends hand sequences out as bytes and take them in again: the real one, the fake one, and one from the other."""
+"""Backends export sequences as bytes and import them: the real one, the fake one, and each the other's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BACKENDS = {
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    """Two workers; the first holds sequence 1 of 50 tokens."""
+    """Yield a backend of two workers, the first of which holds sequence 1 of 50 tokens."""
     backend = BACKENDS[request.param]()
     backend.open(LAYOUT)
     step(backend, (1, 0, 50, 0))
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
 
 
 def step(backend: AttentionBackend, span: tuple[int, int, int, int], num_workers: int = 2) -> list[np.ndarray]:
-    """Rows of one sequence on the first worker; o of both layers. The rows depend on their positions only."""
+    """Run rows of one sequence on the first worker, which depend on their positions only; return o of both layers."""
     plans = [WorkerPlan(NO_CONTROLS, (np.array([span], SPAN),))]
     plans += [WorkerPlan(NO_CONTROLS, (np.zeros(0, SPAN),))] * (num_workers - 1)
     backend.begin_step(StepPlan(tuple(plans)))
@@ -62,7 +62,7 @@ def step(backend: AttentionBackend, span: tuple[int, int, int, int], num_workers
 
 
 def test_a_sequence_moves_to_another_worker(backend: AttentionBackend) -> None:
-    """Released on the one, attended to on the other: as if it had always been there."""
+    """The sequence is released on one worker and attended on the other as if it had always been there."""
     data = backend.export(0, 1)
     assert data.dtype == np.uint8 and data.shape == (50 * LAYOUT.kv_bytes_per_token,)
     release = WorkerPlan(np.array([(Verb.RELEASE, 1, 0, 0)], CONTROL), (np.zeros(0, SPAN),))
@@ -73,7 +73,7 @@ def test_a_sequence_moves_to_another_worker(backend: AttentionBackend) -> None:
 
 
 def test_the_fake_and_the_real_one_speak_the_same_bytes() -> None:
-    """Each imports the other's export, and then both attend alike."""
+    """Each backend imports the other's export, and then both attend alike."""
     real, other, fake = inproc(16), inproc(64), FakeBackend()
     for each in (real, other, fake):
         each.open(LAYOUT)
@@ -96,7 +96,7 @@ def test_the_fake_refuses_quantised_caches(kv_dtype: str) -> None:
 
 
 def test_refusals_name_worker_and_reason(backend: AttentionBackend) -> None:
-    """And nothing has changed."""
+    """After a refusal nothing has changed."""
     data = backend.export(0, 1)
     with pytest.raises(BackendError, match=r"export.*sequence 9 is unknown"):
         backend.export(0, 9)

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def reports(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What ``bench serve`` saved, by its backend."""
+    """Return the reports that ``bench serve`` saved, by its backend."""
     folder, found = tmp_path_factory.mktemp("reports"), {}
     for backend in ("openai", "openai-chat"):
         flags = ["--base-url", server.url, "--backend", backend, "--num-prompts", str(NUM_PROMPTS), "--input-len", "40"]
@@ -55,7 +55,7 @@ def reports(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_a_real_server_is_measured(reports: dict[str, dict], backend: str) -> None:
-    """Exact lengths; every token is one chunk at most; latencies that add up."""
+    """Lengths are exact, every token is in one chunk at most, and latencies add up."""
     report = reports[backend]
     assert (report["completed"], report["failed"]) == (NUM_PROMPTS, 0), report["errors"]
     assert report["output_lens"] == [9] * NUM_PROMPTS
@@ -68,7 +68,7 @@ def test_a_real_server_is_measured(reports: dict[str, dict], backend: str) -> No
 
 
 def test_every_metric_of_the_dashboard_exists(server: RunningServer, reports: dict[str, dict]) -> None:
-    """With the labels that it groups by."""
+    """The metrics also have the labels by which the dashboard groups."""
     status, text = server.request("/metrics", headers={"authorization": "Bearer secret"})
     assert status == 200 and reports
     samples = [line for line in text.splitlines() if line.startswith("fastdecode:")]

@@ -1,4 +1,4 @@
-"""The OpenAI API over a real server process, asked by the openai package and by plain HTTP."""
+"""The OpenAI API over a real server process, used by the openai package and by plain HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server(chat_server: RunningServer) -> RunningServer:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What the engine itself says, greedily."""
+    """Return the engine's own greedy texts."""
     with LLM(max_model_len=256, kv_cache_memory="64MiB", device="cpu") as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
@@ -42,7 +42,7 @@ def client(server: RunningServer) -> openai.OpenAI:
 
 
 def test_completions_are_those_of_generate(server: RunningServer, expected: list[str]) -> None:
-    """One by one, all in one request, and streamed, in whole and in parts."""
+    """Completions come one by one, all in one request, and streamed, in whole and in parts."""
     with client(server) as api:
         one = api.completions.create(prompt=PROMPTS[0], **GREEDY)
         assert one.choices[0].text == expected[0] and one.choices[0].finish_reason == "length"
@@ -79,7 +79,7 @@ def test_many_streams_at_once(server: RunningServer, expected: list[str]) -> Non
 
 
 def test_chats(server: RunningServer, expected: list[str]) -> None:
-    """Through the template, tools included, whole and streamed."""
+    """Chats use the template, tools included, whole and streamed."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     with client(server) as api:
@@ -98,14 +98,14 @@ def test_chats(server: RunningServer, expected: list[str]) -> None:
 
 
 def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
-    """By response_format, and by vLLM's structured_outputs."""
+    """The form is given by response_format, or by vLLM's structured_outputs."""
     properties = {"name": {"enum": ["a", "bc"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}
     schema = {"type": "object", "properties": properties, "required": ["name", "age"], "additionalProperties": False}
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     with client(server) as api:
         answer = api.chat.completions.create(
             model=MODEL, messages=messages, temperature=1, seed=1, max_tokens=100,
-            logit_bias={str(ord(blank)): -100 for blank in " \n\t\r"},  # the model likes them more than an end
+            logit_bias={str(ord(blank)): -100 for blank in " \n\t\r"},  # The model prefers blanks to an end.
             response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
         )  # fmt: skip
         found = json.loads(answer.choices[0].message.content or "")
@@ -114,7 +114,8 @@ def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
             model=MODEL, prompt="x", max_tokens=20, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
         )
         assert text.choices[0].text in ("yes", "no")
-        asked: dict[str, Any] = {"guided_choice": ["yes", "no"], "add_special_tokens": False}  # vLLM's older name
+        # guided_choice is vLLM's older name.
+        asked: dict[str, Any] = {"guided_choice": ["yes", "no"], "add_special_tokens": False}
         text = api.completions.create(model=MODEL, prompt="x", max_tokens=20, extra_body=asked)
         assert text.choices[0].text in ("yes", "no") and text.usage and text.usage.prompt_tokens == 1
         only = {"allowed_token_ids": [ord("a"), ord("b")]}
@@ -126,15 +127,15 @@ def test_answers_have_the_form_that_is_asked(server: RunningServer) -> None:
 
 
 def test_streams_go_on_while_a_large_schema_is_compiled(server: RunningServer) -> None:
-    """A stream never waits for what others ask to be compiled, nor for what cannot be.
+    """A stream never waits while other requests' schemas are compiled or refused.
 
-    Where it did it would each time; where another process holds up all of them it does not, five times in a row.
+    If it did, it would each time; when another process delays all of them, it does not do so five times in a row.
     """
     assert any(longest_gap(server, f"p{turn}") < 0.5 for turn in range(5))
 
 
 def longest_gap(server: RunningServer, name: str) -> float:
-    """The longest time without a token of a stream, as a part of that which compiling a schema takes."""
+    """Return the longest gap between a stream's tokens, as a part of the time of compiling a schema."""
     schema = large_schema(name)
     moments: list[float] = []
     started, ended = threading.Event(), threading.Event()
@@ -155,7 +156,7 @@ def longest_gap(server: RunningServer, name: str) -> float:
         status, answer = server.request("/v1/completions", body)
         end = time.perf_counter()
         assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
-        for stream in (False, True):  # a keyword that is refused when the schema is compiled
+        for stream in (False, True):  # The schema has a keyword that is refused when it is compiled.
             wrong = {**schema, "properties": {**schema["properties"], "last": {"type": "string", "pattern": "("}}}
             status, answer = server.request(
                 "/v1/completions", {**body, "stream": stream, "structured_outputs": {"json": wrong}}
@@ -169,7 +170,7 @@ def longest_gap(server: RunningServer, name: str) -> float:
 
 
 def large_schema(name: str) -> dict[str, Any]:
-    """Takes about a second to compile; ``name`` begins those of its properties."""
+    """Return a schema that takes about a second to compile; ``name`` begins those of its properties."""
     properties = {
         f"{name}{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i % 30 + 2}}}[0-9]{i % 7}+$"} for i in range(4000)
     }
@@ -189,7 +190,7 @@ def test_errors_have_openai_s_shape(server: RunningServer) -> None:
 
 
 def test_an_api_key_guards_all_but_health(tmp_path: Path, expected: list[str]) -> None:
-    """Of a server of two ranks, which answers as one rank does, gives up what is aborted, and ends as a whole."""
+    """The server has two ranks, answers as one rank does, drops aborted requests, and ends as a whole."""
     with serving(tmp_path, "--tensor-parallel-size", "2", FASTDECODE_API_KEY="secret") as running:
         for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/docs", "/nothing"):
             status, body = running.request(path)
@@ -211,7 +212,7 @@ def test_an_api_key_guards_all_but_health(tmp_path: Path, expected: list[str]) -
 
 
 def test_metrics_count_what_was_done(server: RunningServer) -> None:
-    """By vLLM's names; counters grow by what a request brings, and nothing is held after it."""
+    """Counters have vLLM's names and grow with each request, and nothing is held afterwards."""
 
     before = metrics(server)
     asked = {**GREEDY, "prompt": ["12345", "678"], "ignore_eos": True, "max_tokens": 5}
@@ -219,7 +220,7 @@ def test_metrics_count_what_was_done(server: RunningServer) -> None:
     success = "fastdecode:request_success_total"
     deadline = time.monotonic() + PATIENCE_SECONDS
     while total(server, success) < 2 + sum(value for name, value in before.items() if name.startswith(success)):
-        assert time.monotonic() < deadline  # the engine answers first, and counts then
+        assert time.monotonic() < deadline  # The engine answers first, and counts then.
     wait_until_idle(server)
     after = metrics(server)
     grown: dict[str, float] = Counter()

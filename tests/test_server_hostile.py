@@ -1,4 +1,4 @@
-"""Bodies and clients that mean ill, or do not know better: an error in OpenAI's shape, and no other is disturbed."""
+"""Hostile or mistaken bodies and clients get an error in OpenAI's form, and disturb no other client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUT_OFF_SECONDS = 2
 NOT_TAKEN = sorted(REFUSED.keys() - set(CompletionRequest.__struct_fields__))
 
 LONG_GRAMMAR = "start: " + " | ".join(f'"word{number}"' for number in range(2500))
-"""More alternatives than llguidance follows, which it says at the first token."""
+"""More alternatives than llguidance follows, which it says only at the first token."""
 
 IDLE = "idle: returning free memory"
 
@@ -149,7 +149,7 @@ def test_a_bad_chat_is_answered_with_what_is_wrong(server: RunningServer, body: 
 
 
 def test_long_bodies_and_unknown_routes(server: RunningServer) -> None:
-    """Also where the length is not told beforehand."""
+    """Long bodies are refused also where the length is not given beforehand."""
     status, answer = server.request("/v1/completions", completion(prompt="x" * MOST_BYTES))
     assert status == 413 and "longer than" in answer["error"]["message"]
     chunks = b"".join(b"4000\r\n" + b"x" * 0x4000 + b"\r\n" for _ in range(8))
@@ -168,7 +168,7 @@ def connect(server: RunningServer) -> socket.socket:
 
 
 def raw(server: RunningServer, data: bytes) -> bytes:
-    """What is answered to ``data`` until the server closes."""
+    """Return what is answered to ``data`` until the server closes."""
     with connect(server) as connection:
         connection.sendall(data)
         return read_all(connection)
@@ -180,7 +180,7 @@ def read_all(connection: socket.socket) -> bytes:
         while part := connection.recv(1 << 16):
             found += part
     except ConnectionResetError:
-        pass  # it closes while we still send
+        pass  # The server closes while we still send.
     return found
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_http_is_refused(server: RunningServer, data: bytes, status: 
     ids=["silence", "header", "body"],
 )
 def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: bytes) -> None:
-    """A byte now and then, for less than it is given; no other client waits for it."""
+    """The client sends a byte now and then, and no other client waits for it."""
     with connect(server) as connection:
         connection.sendall(head)
         start = time.monotonic()
@@ -219,7 +219,7 @@ def test_a_client_that_takes_its_time_is_cut_off(server: RunningServer, head: by
 
 
 def test_a_client_that_does_not_read_is_cut_off(server: RunningServer) -> None:
-    """Its sequences are gone with it."""
+    """The client's sequences are dropped with it."""
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = completion(stream=True, n=16, max_tokens=60, ignore_eos=True, logprobs=200)
@@ -256,7 +256,7 @@ LIKELY = {
     text=st.text(max_size=8),
 )
 def test_no_body_makes_the_server_fail(server: RunningServer, path: str, body: dict[str, Any], text: str) -> None:
-    """Fields that are right, and fields that are anything."""
+    """Some fields are correct, and some are anything."""
     asked = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **body}
     status, answer = server.request(path, asked)
     assert status in (200, 400), answer

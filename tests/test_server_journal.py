@@ -1,4 +1,4 @@
-"""Servers that keep requests go on after a kill: clients that come back get each token once, responses are stored."""
+"""Servers that keep requests go on after a kill: returning clients get each token once, and responses are stored."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "formed": ("/v1/chat/completions", {**CHAT, "structured_outputs": FORM}),
     "response": ("/v1/responses", {"input": "hi", "max_output_tokens": 90}),
 }
-"""Unseeded but one: what is drawn twice is told apart."""
+"""All requests but one are unseeded, so that tokens drawn twice would differ."""
 
 
 def merged(events: list[Any]) -> Any:
-    """All that a stream says, however it was cut: texts and log-probabilities by choice, ends, counts."""
+    """Return all that a stream says, however it was cut: texts, log-probabilities, ends and counts."""
     if events[0].get("type"):
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
         return [{**each, "response": None} for each in events[2:]], _timeless(events[-1]["response"])
@@ -63,7 +63,10 @@ Start = Callable[..., contextlib.AbstractContextManager[RunningServer]]
 
 @contextlib.contextmanager
 def servers(place: str, folder: Path) -> Iterator[Start]:
-    """What starts one after another, with a journal in ``place``: a folder, or R-workers that outlive them."""
+    """Yield a function that starts servers one after another.
+
+    Their journal is in ``place``: a folder, or R-workers that outlive them.
+    """
     with contextlib.ExitStack() as stack:
         flags = ["--journal", str(folder / "journal")]
         if place == "r-workers":
@@ -80,8 +83,10 @@ def servers(place: str, folder: Path) -> Iterator[Start]:
     [("folder", 1), ("r-workers", 2), pytest.param("folder", 5, marks=pytest.mark.thorough)],
 )
 def test_a_killed_server_s_clients_get_each_token_once(tmp_path: Path, place: str, num_kills: int) -> None:
-    """``kill -9`` within streams of all kinds: clients that come back with the last event's id, and one that waits for
-    a whole answer, have all that those hear who ask when it is over."""
+    """Clients that return after ``kill -9`` have all that clients have who ask when the answer is complete.
+
+    Some return to streams with the last event's id, and one waits for a whole answer.
+    """
     with servers(place, tmp_path) as start:
         kill_and_compare(start, num_kills)
     assert place == "folder" or not (tmp_path / "journal").exists()
@@ -112,7 +117,7 @@ def kill_and_compare(start: Start, num_kills: int) -> None:
 
 
 def asked_once(server: RunningServer, *asked: Any) -> Any:
-    """The answer; None where the connection breaks."""
+    """Return the answer, or None where the connection breaks."""
     try:
         return server.request(*asked)[1]
     except (OSError, http.client.HTTPException):
@@ -120,7 +125,7 @@ def asked_once(server: RunningServer, *asked: Any) -> Any:
 
 
 def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> list[Any]:
-    """All events of the stream of that name, from its beginning."""
+    """Return all events of the stream of that name, from its beginning."""
     status, text = server.request(path, {"stream": True, **body}, {"x-request-id": name})
     assert status == 200, text
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -128,7 +133,7 @@ def heard(server: RunningServer, path: str, body: dict[str, Any], name: str) -> 
 
 @pytest.mark.parametrize("place", [pytest.param("folder", marks=pytest.mark.thorough), "r-workers"])
 def test_responses_are_stored_over_servers(tmp_path: Path, place: str) -> None:
-    """One that was asked for, one in the background when the server is killed, what follows them, and their ends."""
+    """Responses are kept that were asked for, or in the background at the kill, with later ones and their ends."""
     with servers(place, tmp_path) as start:
         store_and_ask(start)
 
@@ -194,7 +199,7 @@ def api_of(server: RunningServer) -> openai.OpenAI:
 
 
 def refused(server: RunningServer, method: str, path: str, status: int, body: Any = None) -> str:
-    """The message of a refusal."""
+    """Return the message of a refusal."""
     found, answer = server.request(path, body if method == "POST" else None)
     assert found == status, answer
     return str(answer["error"]["message"])
@@ -217,6 +222,6 @@ for seed in (1, 2):
 
 @pytest.mark.thorough
 def test_servers_are_killed_within_streams() -> None:
-    """Whose standby goes on; together with one of two R-workers."""
+    """A standby goes on; one kill also takes one of two R-workers."""
     done = subprocess.run(relayed(script(KILLED)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

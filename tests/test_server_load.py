@@ -47,12 +47,14 @@ async def streams(server: RunningServer, count: int, leaving: dict[int, int]) ->
     return await asyncio.gather(*(stream(server, body, leaving.get(i)) for i, body in enumerate(asked)))
 
 
-@pytest.mark.thorough  # test_kubernetes_live.py kills beside clients, too
+@pytest.mark.thorough  # test_kubernetes_live.py kills R-workers under load, too.
 def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
     two_r_workers: RunningServer, expected: list[str]
 ) -> None:
-    """A third of the clients leaves in mid-stream: no file, task or block is kept. Then an R-worker is killed; then the
-    last one, and the engine."""
+    """A third of the clients leaves within streams, and no file, task or block is kept.
+
+    Then an R-worker is killed, and at last the other one, which ends the engine.
+    """
     server = two_r_workers
     wait_until_idle(server)
     files, tasks = psutil.Process(server.process.pid).num_fds(), total(server, "fastdecode:server_tasks")
@@ -65,7 +67,7 @@ def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
         assert each.status == 200 and not each.error
         assert text.startswith(each.text) if number in leaving else (each.text, each.finish_reason) == (text, "length")
     wait_until_idle(server)
-    deadline = time.monotonic() + PATIENCE_SECONDS  # connections that have ended are closed a little later
+    deadline = time.monotonic() + PATIENCE_SECONDS  # Ended connections are closed a little later.
     while psutil.Process(server.process.pid).num_fds() > files + 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert psutil.Process(server.process.pid).num_fds() <= files + 2
@@ -80,7 +82,7 @@ def test_clients_that_leave_and_r_workers_that_die_disturb_no_other(
 
 
 async def _begin(server: RunningServer, prompts: list[str]) -> list[asyncio.Task[Streamed]]:
-    """Streams of which each has had its first event."""
+    """Start streams, and return them once each has had its first event."""
     started = [asyncio.Event() for _ in prompts]
     bodies = [{**LONG, "prompt": prompt} for prompt in prompts]
     tasks = [
@@ -97,7 +99,7 @@ async def _kill_one_under_load(server: RunningServer) -> list[Streamed]:
 
 
 async def _kill_the_last_under_load(server: RunningServer) -> None:
-    """Streams end with an error, and the health check fails, before the process ends."""
+    """Check that streams end with an error, and the health check fails, before the process ends."""
     tasks = await _begin(server, PROMPTS[:2])
     for each in r_workers(server):
         each.kill()
@@ -108,7 +110,7 @@ async def _kill_the_last_under_load(server: RunningServer) -> None:
 
 
 def test_a_server_that_is_told_to_end_drains(tmp_path: Path, expected: list[str]) -> None:
-    """What was accepted is finished, what comes later hears 503; and a queue that is full turns away."""
+    """Accepted requests end, later ones get 503, and a full queue refuses requests."""
     flags = ["--max-num-seqs", "4", "--max-num-queued-reqs", "4", "--shutdown-timeout", "60"]
     with serving(tmp_path, *flags) as server:
         found = asyncio.run(_overload(server))
@@ -132,14 +134,14 @@ async def _terminate(server: RunningServer) -> list[Streamed]:
     tasks = await _begin(server, PROMPTS[:4])
     server.process.terminate()
     refused = await stream(server, {"prompt": "x"})
-    while refused.status == 200:  # the signal comes when it comes
+    while refused.status == 200:  # The signal arrives a little later.
         refused = await stream(server, {"prompt": "x"})
     assert refused.status == 503 and "shutting down" in refused.error
     return await asyncio.gather(*tasks)
 
 
 def test_what_takes_too_long_is_broken_off(tmp_path: Path) -> None:
-    """After --shutdown-timeout streams end with an error; and an engine that cannot start is one line."""
+    """After --shutdown-timeout streams end with an error; an engine that cannot start gives one line."""
     with serving(tmp_path, "--shutdown-timeout", "0") as server:
 
         async def run() -> Streamed:

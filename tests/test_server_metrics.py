@@ -1,4 +1,4 @@
-"""What the metrics keep: nothing of an R-worker that is gone; and what they tell of a session."""
+"""Metrics forget an R-worker that has left, and describe a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: what a collector is sent, over HTTP, by a server that answers real requests."""
+"""OpenTelemetry spans that a collector gets over HTTP from a server that answers real requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATENCIES = ("time_in_queue", "time_to_first_token", "e2e", "time_in_model_prefi
 
 
 class Collector:
-    """Takes OTLP over HTTP at ``url`` and keeps the spans, by request."""
+    """A collector of OTLP over HTTP at ``url``, which keeps the spans by request."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -78,7 +78,7 @@ def attributes(told: Any) -> dict[str, Any]:
 
 
 def test_a_collector_gets_a_span_per_prompt(tmp_path: Path, collector: Collector) -> None:
-    """In the trace of the request's header, unless that is not recorded; the last ones when the server ends."""
+    """Spans belong to the trace of the request's header unless it is not recorded; the last come at the end."""
     asked = {"prompt": ["def f(", "import "], "max_tokens": 6, "temperature": 0, "top_p": 0.5, "ignore_eos": True}
     flags = ["--otlp-traces-endpoint", collector.url, "--chat-template", CHAT_TEMPLATE, "--served-model-name", "demo"]
     start = time.time_ns()
@@ -103,7 +103,8 @@ def test_a_collector_gets_a_span_per_prompt(tmp_path: Path, collector: Collector
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
         found = attributes(span)
         assert found["gen_ai.request.id"] == f"{answer['id'].removeprefix('cmpl-')}-{number}"
-        assert found["gen_ai.usage.prompt_tokens"] == (7, 8)[number]  # with the beginning of text
+        # The prompt includes the token that begins a text.
+        assert found["gen_ai.usage.prompt_tokens"] == (7, 8)[number]
         assert found["gen_ai.usage.completion_tokens"] == found["gen_ai.request.max_tokens"] == 6
         assert (found["gen_ai.request.temperature"], found["gen_ai.request.top_p"]) == (0, 0.5)
         assert (found["gen_ai.request.n"], found["gen_ai.response.model"]) == (1, "demo")
@@ -120,7 +121,7 @@ def test_a_collector_gets_a_span_per_prompt(tmp_path: Path, collector: Collector
 
 def test_a_collector_that_is_away_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "LAST_SPANS_SECONDS", 0.5)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # seconds in which it would go on trying
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # The exporter would try again for so many seconds.
     tracer = RequestTracer("http://127.0.0.1:9/v1/traces", "demo")
     exchange = Exchange("1", [PromptTokens([1, 2])], SamplingParams())
     tracer.ended(exchange, tracer.context({}))

@@ -1,4 +1,4 @@
-"""Sessions that outlive their S-worker: what R-workers keep of them, for whom, and who is refused."""
+"""Sessions that outlive their S-worker: what R-workers keep, for whom, and which S-workers are refused."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_lease_goes_to_the_heir_with_the_next_epoch() -> None:
     with pytest.raises(LeaseError, match=r"session a was continued by host:1: epoch 2, not 1") as refused:
         lease.open(hello("", epoch=1), make)
     assert refused.value.kind == "superseded"
-    lease.leave(worker, is_broken=False)  # which says BYE: nothing is kept
+    lease.leave(worker, is_broken=False)  # The S-worker says BYE, so nothing is kept.
     assert lease.open(Hello("host:2", contract.LAYOUT, 16), make) is not worker
     assert (lease.epoch, lease.goes_on) == (0, False)
 
 
 @pytest.mark.parametrize("other", [hello("another"), hello(""), hello("first", epoch=1)])
 def test_what_is_kept_is_freed_for_one_that_is_no_heir(other: Hello) -> None:
-    """Of other weights, without the journal, or the S-worker itself, which has counted it as lost."""
+    """The other S-worker has other weights, no journal, or is the same one, which has counted this R-worker as lost."""
     lease = Lease()
     worker = lease.open(hello(), make)
     lease.leave(worker, is_broken=True)
@@ -78,7 +78,10 @@ def test_what_is_kept_is_freed_for_one_that_is_no_heir(other: Hello) -> None:
 
 
 def test_one_that_did_not_get_all_of_its_r_workers_leaves_what_it_found() -> None:
-    """To the heir of the one before; what it has worked with is its own heir's."""
+    """A session that such an S-worker left untouched stays for the earlier S-worker's successor.
+
+    One that an S-worker has worked with is kept for its own successor.
+    """
     lease = Lease()
     worker = lease.open(hello(), make)
     lease.leave(worker, is_broken=True)
@@ -140,8 +143,10 @@ def test_what_is_held_is_read_as_it_was_said() -> None:
 
 
 def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
-    """Sequences that share blocks, a refused draft beyond what is known, and one that is unknown; one goes on in place,
-    without a word to its R-worker."""
+    """Sequences share blocks; one has a refused draft beyond what is known, and one is unknown.
+
+    One goes on in place, without a message to its R-worker.
+    """
     worker = make()
     rng = np.random.default_rng(0)
     text = list(range(60))
@@ -187,7 +192,7 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
     [
         ({"session": "a"}, "session: R-workers at host:port outlive an S-worker, and r_workers is inproc"),
         ({"session": ""}, "session must be a name of at most 200 characters, not ''"),
-        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences under the name that --session gives: give one"),
+        ({"keep_session": 9.0}, "keep_session: R-workers keep sequences of the session that --session names: give one"),
         ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "the name that --journal gives: give one"),
         ({"keep_session": -1.0}, "keep_session must be 0 to 86400 seconds, not -1.0"),
         (
@@ -208,7 +213,7 @@ def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], message: str) 
 
 
 def test_steps_are_timed_beside_what_is_kept() -> None:
-    """R-workers may hold any sequence of the engine before this one."""
+    """R-workers may hold any sequence of the previous engine."""
     engine = LLMEngine(EngineConfig(device="cpu", s_threads=1, r_threads=1, kv_cache_memory="8MiB", max_model_len=64))
     try:
         engine.add_request("0", "def f(x):", SamplingParams(max_tokens=9))
@@ -224,7 +229,7 @@ def test_steps_are_timed_beside_what_is_kept() -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Greedy, unseeded and several samples, of prompts of some 100 tokens."""
+    """Return rows of some 100 prompt tokens: greedy, unseeded, and with several samples."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "n": 3}]
     return [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
@@ -249,7 +254,7 @@ class Job:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def start_session(self) -> subprocess.Popen[str]:
-        """One that keeps its session, and has taken some steps."""
+        """Start an S-worker that keeps its session, and return once it has taken some steps."""
         wanted = self.num_tokens + 60
         process = self.start("--session", "s", "--keep-session", "60", "--journal", str(self.journal))
         while self.num_tokens < wanted:
@@ -267,7 +272,7 @@ class Job:
 
     @property
     def num_cached(self) -> int:
-        """Tokens that were cached, by the journal, of samples that have begun and not ended."""
+        """Tokens that are cached, by the journal, of samples that have begun and not ended."""
         pasts = pasts_of(read((self.journal / "journal").read_bytes())[0]).values()
         going = [(past, each) for past in pasts for each in past.samples if each.token_ids and not each.ended]
         return sum(len(past.asked.prompt_token_ids) + len(each.token_ids) - 1 for past, each in going)
@@ -280,14 +285,14 @@ class Job:
 
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[str]:
-    """Two R-workers."""
+    """Yield the addresses of two R-workers."""
     with ExitStack() as stack:
         yield ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(addresses: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All answers, where nothing happens."""
+    """Return all answers of a run without kills."""
     job = Job(tmp_path_factory.mktemp("undisturbed"), addresses)
     _, err = (process := job.start()).communicate()
     assert process.returncode == 0, err
@@ -296,7 +301,7 @@ def undisturbed(addresses: str, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.slow
 def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbed: Any, tmp_path: Path) -> None:
-    """``kill -9`` again and again, then to the end: the same answers, from what R-workers have kept."""
+    """After ``kill -9`` again and again the answers are the same, from what R-workers have kept."""
     job, rng = Job(tmp_path, addresses), random.Random(3)
     for _ in range(2):
         process = job.start_session()
@@ -314,7 +319,7 @@ def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbe
 
 @pytest.mark.slow
 def test_of_two_s_workers_one_goes_on(addresses: str, tmp_path: Path) -> None:
-    """One is stopped within its steps, another takes over, and when the first wakes up it ends by name."""
+    """One S-worker is stopped within a step, another takes the session, and the first ends by name when it wakes up."""
     job = Job(tmp_path, addresses)
     first = job.start_session()
     first.send_signal(signal.SIGSTOP)

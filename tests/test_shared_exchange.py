@@ -1,4 +1,4 @@
-"""Sums and parts that ranks of one machine exchange through shared memory, beside sums made here."""
+"""Sums and parts that one machine's ranks exchange through shared memory agree with sums made here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdecode.sworker.model.shared_exchange import FOLDER, SharedExchange, Sha
 
 
 def ranks_of(pids: list[int]) -> list[SharedExchange]:
-    """As many in this process."""
+    """Return one exchange per process id, all in this process."""
     memory = SharedMemory.make(len(pids))
     assert memory
     try:
@@ -27,7 +27,7 @@ def ranks_of(pids: list[int]) -> list[SharedExchange]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_in_the_order_of_ranks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, over one slot and over many, and again in the same memory; a row's place changes nothing."""
+    """Sums have the same bits over one slot or many, and again in the same memory, at any place of a row."""
     monkeypatch.setattr(shared_exchange, "SLOT_BYTES", 256)
     ranks = ranks_of([os.getpid()] * 3)
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def test_sums_are_those_in_the_order_of_ranks(dtype: torch.dtype, monkeypatch: p
 
 
 def test_a_rank_that_has_ended_is_noticed() -> None:
-    """Before its parent has asked how it ended; and the memory has no name."""
+    """The end is noticed before the parent has asked for its status, and the memory has no name."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         rank, _ = ranks_of([os.getpid(), other.pid])
         other.kill()

@@ -1,4 +1,4 @@
-"""The simulator schedules as the live engine does, step by step: real models, real R-workers, the same limits."""
+"""The simulator schedules as the live engine does, step by step, with real models, real R-workers and equal limits."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SHARED = {**FIXED, "random_prefix_len": 80}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return str(model_zoo.save_model("llama-gqa", tmp_path_factory.mktemp("llama")))
 
 
 def decisions(steps: list[StepRecord]) -> list[tuple[Any, ...]]:
-    """What the scheduler decided in each step, the seconds left out."""
+    """Return the scheduler's decisions of each step, without the seconds."""
     return [(step.is_decode, step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
 
 
@@ -65,9 +65,9 @@ def simulated(scheduler: Scheduler, items: list[WorkItem]) -> list[StepRecord]:
 def test_every_step_is_the_engines(
     folder: str, settings: dict[str, Any], lengths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline; three R-workers, two mini-batches, and fewer places than requests; prefixes found where shared.
+    """The engine runs offline with three R-workers, two mini-batches, too few places, and shared prefixes.
 
-    The engine's R-workers count as equally fast, as the simulated ones are, whatever else runs on this machine.
+    Its R-workers count as equally fast, as the simulated ones are, whatever else runs on this machine.
     """
     config = EngineConfig(
         folder, device="cpu", skip_tokenizer_init=True, max_model_len=256, block_size=16, max_num_seqs=12,
@@ -98,8 +98,10 @@ LOSSES = [{"schedule": "stall-free"}, {"schedule": "sls", "kv_load_limit": 700}]
 def test_every_step_is_the_engines_when_r_workers_are_lost(
     folder: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three processes, of which two are killed, each before a step that its rows are in: the same steps again, with the
-    same tokens computed once more. In simulated time a step takes a second."""
+    """Two of three processes are killed, each before a step with its rows, in both.
+
+    The steps are the same again, with the same tokens computed once more. In simulated time a step takes a second.
+    """
     losses = {12: 1, 25: 0}
     items = make_workload(WorkloadSpec(**FIXED), model_zoo.VOCABULARY, 256, None)
     live: list[StepRecord] = []
@@ -131,7 +133,7 @@ def test_every_step_is_the_engines_when_r_workers_are_lost(
 
 
 def kill(pid: int) -> None:
-    """A process; returns once it is dead."""
+    """Kill a process, and return once it is dead."""
     os.kill(pid, signal.SIGKILL)
     while alive(pid):
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The site (`make site`) beside what it is made of: the planner, the flags, the links and the messages."""
+"""The site (`make site`) agrees with the planner, the flags, the links and the messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES = [
     ("llama-7b", ("a100", "epyc-9654", "plain", 131072, "inf")),
     ("deepseek-v3", ("h200", "xeon-8480", "plain", 32768, "100")),
 ]
-"""A desktop with packed weights; ranks; sequences in ranges; latents on many ranks: where plans go different ways."""
+"""A desktop with packed weights, ranks, sequences in ranges, and latents on many ranks: plans with different code."""
 
 
 @pytest.mark.parametrize(("model", "values"), CHOICES)
@@ -60,7 +60,7 @@ def test_a_plan_that_cannot_be_says_why() -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here to run the calculator's script")
 def test_the_page_looks_entries_up_where_they_lie() -> None:
-    """Every place of a small table, the command line of the test's own plans, and a price."""
+    """Every cell of a small table, the command line of the test's own plans, and a price are looked up right."""
     axes = {"gpu": ["a10", "h100"], "seq_len": [1024, 4096, 16384], "prompt_eighths": [1, 7]}
     combinations = [dict(zip(axes, each, strict=True)) for each in itertools.product(*axes.values())]
     model, values = CHOICES[1]
@@ -99,7 +99,7 @@ def test_a_script_s_page_has_all_its_code() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    """``make site`` looks at anchors, too."""
+    """``make site`` checks anchors, too."""
     pages = [each.relative_to(ROOT / "docs").as_posix() for each in (ROOT / "docs").rglob("*.md")]
     sources = site_pages.PAGES | {f"docs/{page}": page for page in pages}
     for place, uri in sources.items():
@@ -145,7 +145,7 @@ def test_messages_of_the_errors_page_are_the_program_s() -> None:
 
 
 def test_the_front_page_has_three_paths() -> None:
-    """What is planned for the first two comes of the README's table."""
+    """The first two paths show figures of the README's table."""
     readme = (ROOT / "README.md").read_text("utf-8")
     page = site_pages.front_page(readme)
     assert page.count("\n-   **") == 3 and "| you have |" not in page

@@ -1,4 +1,4 @@
-"""Attention sources in the four routes of the server: whole and streamed alike, with message and characters."""
+"""Attention sources in the four routes of the server: equal whole and streamed, with messages and characters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(chat_server: RunningServer) -> httpx.Client:
 
 
 def found_in(value: Any) -> list[Any]:
-    """All that stands under ``attention_sources`` anywhere in ``value``, in order."""
+    """Return all values under ``attention_sources`` anywhere in ``value``, in order."""
     if isinstance(value, dict):
         own = value.get("attention_sources") or []
         return [*own, *(each for key, inner in value.items() if key != "attention_sources" for each in found_in(inner))]
@@ -45,7 +45,7 @@ def found_in(value: Any) -> list[Any]:
 
 
 def streamed(client: httpx.Client, route: str, body: dict[str, Any]) -> list[Any]:
-    """What the stream's deltas tell; a response's last events repeat it."""
+    """Return the sources in the stream's deltas; a response's last events repeat them."""
     with client.stream("POST", route, json={**body, "stream": True}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
     events = [json.loads(line) for line in lines]
@@ -65,7 +65,7 @@ def test_every_route_tells_where_each_token_looked(route: str, client: httpx.Cli
         plain = {name: value for name, value in body.items() if not name.startswith("attention")}
         assert found_in(client.post(route, json=plain).json()) == []
     assert len(told) == NUM_TOKENS
-    num_added = 1 if route == "/v1/completions" else 0  # the token that begins a text, of which clients know nothing
+    num_added = 1 if route == "/v1/completions" else 0  # The token that begins a text is unknown to clients.
     num_bytes = len(TEXT.encode())
     for number, blocks in enumerate(told):
         assert abs(sum(each["weight"] for each in blocks) - 1) < 1e-5
@@ -75,7 +75,7 @@ def test_every_route_tells_where_each_token_looked(route: str, client: httpx.Cli
 
 
 def check_place(block: dict[str, Any], num_bytes: int, num_added: int) -> None:
-    """The demo model's tokens are bytes, of which one letter of the text has two."""
+    """Check a block's characters; the demo model's tokens are bytes, and one letter of the text has two."""
     first, last = block["first_token"] - num_added, block["last_token"] - num_added
     if first >= num_bytes:
         assert (block["characters"], block["message"]) == (None, None)
@@ -89,7 +89,7 @@ def check_place(block: dict[str, Any], num_bytes: int, num_added: int) -> None:
 
 
 def places() -> list[tuple[str, int]]:
-    """Each message's text, and where it begins."""
+    """Return each message's text, and where it begins."""
     return [(each["content"], TEXT.index(each["content"])) for each in TALK]
 
 

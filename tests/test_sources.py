@@ -1,4 +1,7 @@
-"""Attention sources: the weights of transformers' own attention, wherever keys lie, and rows beside them unchanged."""
+"""Attention sources are the weights of transformers' own attention, wherever keys lie.
+
+Rows beside them are unchanged.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "minimax_m3": ({"r_workers": "inproc:2", "block_size": 16}, [0, 1, 2], [1]),
     "qwen3_next": ({"r_workers": "inproc:2", "state_on": "s"}, [0], [0]),
 }
-"""Settings, the layers that see everything, and others to name; numbers count the layers that attend."""
+"""Settings, the layers that attend everything, and further layers by their number among those that attend."""
 
 
 def model_of(name: str) -> tuple[Any, list[int]]:
-    """A random model and a prompt of two splits where it takes that many."""
+    """Return a random model, and a prompt of two splits where it takes that many tokens."""
     if name in model_zoo.RECIPES:
         return model_zoo.build_model(name), model_zoo.prompts(name)[0]
     if name in latent_zoo.CONFIGS:
@@ -60,7 +63,7 @@ def run(llm: LLM, prompts: Sequence[list[int]], *params: SamplingParams) -> list
 
 
 def assert_equal(model: Any, output: RequestOutput, layers: Sequence[int], block: int = 16) -> None:
-    """Every token's sources are transformers' weights of the row before it."""
+    """Assert that every token's sources are transformers' weights of the row before it."""
     completion, num_prompt = output.outputs[0], len(output.prompt_token_ids)
     found = attentions(model, [*output.prompt_token_ids, *completion.token_ids])
     assert len(completion.attention_sources) == len(completion.token_ids)
@@ -76,7 +79,7 @@ NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sources_are_the_weights_of_transformers(name: str, tmp_path: Path) -> None:
-    """One request asks of all layers that see everything, one of named layers in other blocks, one not at all."""
+    """One request asks for all layers that attend everything, one for named layers, and one for none."""
     settings, everything, named = CASES[name]
     model, prompt = model_of(name)
     model.save_pretrained(tmp_path)
@@ -92,7 +95,7 @@ def test_sources_are_the_weights_of_transformers(name: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A tiny Llama that takes long texts, and its folder."""
+    """Save a tiny Llama that takes long texts; return it and its folder."""
     folder = tmp_path_factory.mktemp("llama")
     model = model_zoo.build_model("llama-gqa", max_position_embeddings=4096)
     model.save_pretrained(folder)
@@ -116,7 +119,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_sources_do_not_depend_on_the_way(way: str, llama: tuple[Any, Path]) -> None:
-    """Over ranges, copies, prompts on the S-worker, and drafts of which some are accepted."""
+    """Ranges, copies, prompts on the S-worker, and drafts (some accepted) give the same sources."""
     model, folder = llama
     prompts = [long_prompt(1300), long_prompt(1021)]
     params = replace(ALL, max_tokens=8)
@@ -131,7 +134,7 @@ def test_sources_do_not_depend_on_the_way(way: str, llama: tuple[Any, Path]) -> 
 
 @pytest.mark.slow
 def test_a_request_goes_on_with_sources_after_preemption_and_hits(llama: tuple[Any, Path]) -> None:
-    """Room for little more than one of three, and then prompts whose beginnings are cached."""
+    """There is room for little more than one of three requests; later prompts begin with cached ones."""
     model, folder = llama
     prompts = [long_prompt(300), long_prompt(301), long_prompt(302)]
     params = replace(ALL, max_tokens=40)
@@ -144,7 +147,7 @@ def test_a_request_goes_on_with_sources_after_preemption_and_hits(llama: tuple[A
 
 @pytest.mark.slow
 def test_sources_over_tcp(llama: tuple[Any, Path]) -> None:
-    """Two listening R-workers, a sequence in ranges over both."""
+    """Two R-workers that listen hold a sequence in ranges."""
     model, folder = llama
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(r_workers.listening())[1] for _ in range(2)]
@@ -158,7 +161,7 @@ def test_sources_over_tcp(llama: tuple[Any, Path]) -> None:
 
 @pytest.mark.slow
 def test_an_r_worker_may_be_lost_while_it_is_asked(llama: tuple[Any, Path]) -> None:
-    """Its tokens are computed again, with their sources."""
+    """The lost sequence's tokens are computed again, with their sources."""
     model, folder = llama
     prompts, params = [long_prompt(100 + number) for number in range(4)], replace(ALL, max_tokens=8)
     with LLM(str(folder), **{**TINY, "max_model_len": 512, "r_workers": "spawn:2"}) as llm:

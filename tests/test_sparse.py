@@ -1,4 +1,4 @@
-"""Trained sparsity: the tokens of transformers' ``generate``, over contexts of at least eight times what is picked."""
+"""Trained sparsity gives the tokens of transformers' ``generate``, over contexts of eight times the picked tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = {
     "hy_v4": [(48, -1), (0, 0), (0, 0), (48, -1), (0, 3)],
     "dots3_note": [(48, -1), (0, 0), (0, -1), (48, -1), (0, 3)],
 }
-"""What each layer picks, and by which one is picked what it sees."""
+"""For each layer, how many tokens it picks, and the layer whose picks it attends."""
 
 
 NAMES = ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "deepseek_v32")]
@@ -57,14 +57,14 @@ MORE = [
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
-    """Name, model and folder of each architecture."""
+    """Return name, model and folder of each architecture."""
     place, built = tmp_path_factory.mktemp(request.param), build_model(request.param)
     built.save_pretrained(place)
     return request.param, built, place
 
 
 def generated(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
-    """Token ids of every text, and the check that nothing stays behind."""
+    """Return the token ids of every text, and check that nothing stays behind."""
     outputs = llm.generate([{"prompt_token_ids": text} for text in texts], GREEDY, use_tqdm=False)
     assert_nothing_held(llm.engine)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -82,7 +82,7 @@ def test_every_architecture_matches_generate(model: tuple[str, Any, Path]) -> No
 @pytest.mark.parametrize("model", MORE, indirect=True)
 @pytest.mark.parametrize("kv_cache_memory", [pytest.param("16MiB", marks=pytest.mark.thorough), "1MiB"])
 def test_prompts_here_drafts_prefixes_and_preemption(model: tuple[str, Any, Path], kv_cache_memory: str) -> None:
-    """Chunks that attend on the S-worker, several draft tokens at once, texts that begin alike, and too few blocks."""
+    """Chunks attend on the S-worker; several drafts, texts that begin alike and too few blocks are covered."""
     _, own, folder = model
     texts = prompts((300, 40, 200))
     texts += [texts[0][:280] + text[:30] for text in texts]
@@ -102,7 +102,7 @@ def test_prompts_here_drafts_prefixes_and_preemption(model: tuple[str, Any, Path
 DTYPES = {"glm_moe_dsa": ("bfloat16", "int8"), "deepseek_v32": ("bfloat16", "int4"), "minimax_m3": ("float32", "int8")}
 
 
-@pytest.mark.thorough  # of rows that all are read: test_latents.py
+@pytest.mark.thorough  # test_latents.py tests rows that are all read.
 @pytest.mark.parametrize(
     ("model", "dtypes"),
     [
@@ -133,7 +133,7 @@ def test_rounded_rows_keep_their_tokens_at_prefill_workers_in_two_places_and_aft
 @pytest.mark.parametrize("model", MORE, indirect=True)
 @pytest.mark.parametrize(("kv_dtype", "least"), [("int8", 0.8), pytest.param("int4", 0.45, marks=pytest.mark.thorough)])
 def test_codes_are_near_the_models_own_rows(model: tuple[str, Any, Path], kv_dtype: str, least: float) -> None:
-    """Most tokens are those that the model itself prefers after the same text (bfloat16 of it: 0.92 to 0.97)."""
+    """Most tokens are those that the model prefers after the same text (0.92 to 0.97 of bfloat16's)."""
     texts = prompts((500, 40, 390))
     with LLM(str(model[2]), **SETTINGS, kv_cache_dtype=kv_dtype) as llm:
         tokens = generated(llm, texts)
@@ -151,7 +151,7 @@ RANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model", MORE, indirect=True)
 def test_ranges_on_several_r_workers_match_generate(model: tuple[str, Any, Path]) -> None:
-    """Prompts that pass their first range, there and on the S-worker, outputs that begin one, drafts, and a loss."""
+    """Prompts exceed their first range, on R-workers and the S-worker; outputs begin one, with drafts and a loss."""
     name, own, folder = model
     texts = prompts((1100, 40, 500, 620))
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
@@ -169,7 +169,7 @@ def test_ranges_on_several_r_workers_match_generate(model: tuple[str, Any, Path]
 
 @pytest.mark.parametrize("model", MORE, indirect=True)
 def test_prefill_workers_pick_as_r_workers_do(model: tuple[str, Any, Path]) -> None:
-    """Parts of prompts, over what others computed and over prefixes, into ranges of which one is lost."""
+    """Parts of prompts follow others' rows and prefixes, and go to ranges, one of which is lost."""
     _, own, folder = model
     texts = prompts((1100, 40, 500))
     texts += [texts[0][:600] + texts[2][:90], texts[2][:480] + texts[1]]
@@ -194,7 +194,7 @@ def test_prefill_workers_pick_as_r_workers_do(model: tuple[str, Any, Path]) -> N
     indirect=["model"],
 )
 def test_ranks_have_their_heads_and_the_whole_index(model: tuple[str, Any, Path], heads: list[int]) -> None:
-    """Each rank's R-workers pick by all heads of the index, or by those of the KV heads that they have."""
+    """Each rank's R-workers pick by all heads of the index, or by those of the rank's KV heads."""
     texts = prompts((430, 40))
     with LLM(str(model[2]), **SETTINGS, tensor_parallel_size=2, num_mini_batches=2) as llm:
         layers = llm.engine.s_model.layout.layers
@@ -230,7 +230,7 @@ def test_an_indexer_that_picks_otherwise_stays_as_it_is() -> None:
 
 
 def test_prompts_on_a_gpu_attend_in_chunks_as_at_once() -> None:
-    """torch's own attention there, over rows as R-workers get them."""
+    """torch's own attention runs there over rows as R-workers get them."""
     (rows, wanted), parts = rows_of_an_index(), (slice(0, 17), slice(17, 40))
     scratch, found = PromptScratch(INDEXED), []
     for part in parts:
@@ -244,7 +244,7 @@ def test_prompts_on_a_gpu_attend_in_chunks_as_at_once() -> None:
 @pytest.mark.parametrize("kind", [StoredAttention, TorchAttention])
 @pytest.mark.parametrize(("prefix", "start", "end", "num_keys"), [(0, 0, 40, 40), (0, 17, 30, 40), (8, 17, 40, 40)])
 def test_parts_of_prompts_attend_as_at_once(kind: Any, prefix: int, start: int, end: int, num_keys: int) -> None:
-    """Over a prefix as it is stored, and, as where all parts gather all, over keys beyond their own."""
+    """The part attends a stored prefix and, where all parts gather all rows, keys beyond its own."""
     rows, wanted = rows_of_an_index()
     attention = kind(INDEXED, partial(make_layer_cache, num_tokens=40, num_threads=1, cores=()))
     for number, (q, k) in enumerate(rows):
@@ -267,7 +267,7 @@ INDEXED = KVLayout(
 
 
 def rows_of_an_index() -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """Random q and k of 40 rows in both layers of ``INDEXED``, and o of the second."""
+    """Return random q and k of 40 rows in both layers of ``INDEXED``, and o of the second."""
     torch.manual_seed(2)
     rows = [
         [torch.randn(40, *shape) for shape in ((each.num_heads, each.query_dim), (1, each.key_head_dim))]

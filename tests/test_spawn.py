@@ -1,4 +1,4 @@
-"""``--r-workers spawn:N``: processes that end with the one that started them, and leave nothing behind."""
+"""``--r-workers spawn:N``: the processes end with the one that started them, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ WATCHING = """
     ids=["idle", "busy", "thread", "watching"],
 )
 def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(code: str, how: str) -> None:
-    """Whichever thread had started it."""
+    """The children end whichever thread had started them."""
     process = subprocess.Popen(script(code.format(how=repr(how))), stdout=subprocess.PIPE, text=True)
     children = [int(pid) for pid in process.stdout.readline().split()] if process.stdout else []
     assert children and all(alive(pid) for pid in children)
@@ -92,7 +92,7 @@ def test_kill_9_of_the_parent_leaves_no_child_and_no_segment(code: str, how: str
 
 
 def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixture) -> None:
-    """Noticed by name; its rows read zeros, the others' are right, and the report says who is gone."""
+    """The report names the killed R-worker; its rows read zeros, and the others' are right."""
     backend, reference = contract.spawn(), contract.spawn()
     mini_batch = ([(1, 0, 4, 1)], [(2, 0, 4, 1)])
     outputs = []
@@ -115,7 +115,7 @@ def test_a_killed_worker_leaves_the_others_going(caplog: pytest.LogCaptureFixtur
 
 
 def test_close_leaves_no_descriptor() -> None:
-    """Nor waits for the garbage collector: thousands of engines may live one after the other in one process."""
+    """Descriptors are closed at once, since thousands of engines may run one after the other in one process."""
     gc.disable()
     try:
         before = set(DESCRIPTORS.iterdir())
@@ -154,7 +154,7 @@ def test_they_outlive_the_thread_that_started_them() -> None:
 
 
 def test_one_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its own line on stderr, and the backend's error; the one that did start ends."""
+    """The R-worker's own line is on stderr, the backend raises, and the R-worker that did start ends."""
     backend = SpawnBackend([RWorkerSize(1 << 20, 1), RWorkerSize(1 << 60, 1)], 16)
     with pytest.raises(BackendError, match="R-worker spawn-1 is lost: its process exited with 1"):
         backend.open(contract.LAYOUT)
@@ -162,7 +162,7 @@ def test_one_that_cannot_start_says_so(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_each_has_its_cores() -> None:
-    """And they say whether the S-worker keeps off them."""
+    """The R-workers also say whether the S-worker keeps off their cores."""
     core = max(os.sched_getaffinity(0))
     backend = SpawnBackend([RWorkerSize(1 << 20, 1, (core,))], 16)
     (info,) = backend.open(contract.LAYOUT)

@@ -36,7 +36,7 @@ SAMPLINGS = {
 
 
 def run(params: SamplingParams, **settings: Any) -> list[RequestOutput]:
-    """The demo model's outputs, and the check that nothing stays behind."""
+    """Return the demo model's outputs, and check that nothing stays behind."""
     with LLM(seed=3, s_threads=1, r_threads=1, kv_cache_memory="64MiB", **settings) as llm:
         if settings.get("speculative_config"):
             always_draft(llm.engine)
@@ -49,14 +49,14 @@ def run(params: SamplingParams, **settings: Any) -> list[RequestOutput]:
 
 
 def seen(outputs: list[RequestOutput]) -> list[list[dict[str, Any]]]:
-    """All that a user sees of the texts."""
+    """Return all that a user sees of the texts."""
     return [[each.to_dict() for each in output.outputs] for output in outputs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(list(SAMPLINGS), 4, 1))
 def test_every_kind_of_sampling_gives_the_same(name: str) -> None:
-    """Tokens, texts, log-probabilities and reasons, in float32."""
+    """Tokens, texts, log-probabilities and reasons are the same, in float32."""
     wanted = seen(run(SAMPLINGS[name]))
     assert seen(run(SAMPLINGS[name], speculative_config=NGRAM)) == wanted
     settings = {"r_workers": "inproc:3", "num_mini_batches": 2, "speculative_config": {**NGRAM}}
@@ -65,7 +65,7 @@ def test_every_kind_of_sampling_gives_the_same(name: str) -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 6))
 def test_lookup_finds_what_a_search_would(tokens: list[int], least: int, count: int) -> None:
-    """The place that agrees furthest back, the last of equal ones, against looking at every place."""
+    """The place that agrees furthest back, the last of equal ones, is found as by a look at every place."""
     found = continuation(np.array(tokens), least, most=64, count=count)
 
     def agreeing(end: int) -> int:

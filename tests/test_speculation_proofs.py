@@ -1,4 +1,4 @@
-"""Speculative decoding where it could go wrong: distributions, losses, preemption, moves, grammars."""
+"""Speculative decoding where it could go wrong: distributions, losses, preemption, moves and grammars."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fastdecode.sworker.sampling import SamplingRow, distribution
 NAME = "llama-gqa"
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
 CHI_SQUARE_QUANTILE = 4.9
-"""Standard deviations of a chi-square of many degrees of freedom above its mean: passed once in a million."""
+"""Standard deviations above the mean of a chi-square of many degrees, exceeded once in a million."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama on disk."""
+    """Save a tiny Llama and return its folder."""
     return model_zoo.save_model(NAME, tmp_path_factory.mktemp("llama"))
 
 
@@ -48,13 +48,13 @@ def make_llm(folder: Path | None = None, num_drafts: int = 4, **settings: Any) -
 
 
 def clairvoyant(error: float, seed: int = 0) -> tuple[list[list[int]], list[list[int]], Clairvoyant]:
-    """Prompts, what transformers generates, and a drafter that knows it but for errors."""
+    """Return prompts, what transformers generates, and a drafter that knows it except for errors."""
     prompts, wanted = model_zoo.prompts(NAME), [list(tokens) for tokens in model_zoo.reference(NAME).tokens]
     return prompts, wanted, Clairvoyant(dict(zip(map(tuple, prompts), wanted, strict=True)), error, seed)
 
 
 class RandomDrafter:
-    """Any tokens, as many as are asked for or fewer."""
+    """A drafter of random tokens, as many as are asked for or fewer."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._rng = vocab_size, np.random.default_rng(1)
@@ -78,7 +78,7 @@ class RandomDrafter:
     ids=["plain", "cut and penalised"],
 )
 def test_sampled_texts_have_the_exact_distribution(params: SamplingParams, tmp_path: Path) -> None:
-    """All texts of three tokens out of a vocabulary of eight, against the product of exact probabilities."""
+    """Counts of all texts of three tokens of a vocabulary of eight agree with the exact probabilities."""
     vocab, length, prompt, rounds, samples = 8, 3, [1, 4, 2], 24, 256
     model = model_zoo.build_model(NAME, vocab_size=vocab)
     with torch.no_grad():
@@ -99,11 +99,11 @@ def test_sampled_texts_have_the_exact_distribution(params: SamplingParams, tmp_p
     assert _surprise(counts, exact, rounds * samples) < CHI_SQUARE_QUANTILE
     assert all(counts[text] == 0 for text, probability in exact.items() if probability == 0)
     blurred = {text: (probability + 1 / len(exact)) / 2 for text, probability in exact.items()}
-    assert _surprise(counts, blurred, rounds * samples) > CHI_SQUARE_QUANTILE  # the test can fail
+    assert _surprise(counts, blurred, rounds * samples) > CHI_SQUARE_QUANTILE  # This test can fail.
 
 
 def _probabilities(model: Any, prompt: list[int], length: int, params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Of all texts, by transformers' logits and the sampler's own probabilities, a token at a time."""
+    """Return the probabilities of all texts, by transformers' logits and the sampler's own distribution."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer = {}
@@ -117,7 +117,10 @@ def _probabilities(model: Any, prompt: list[int], length: int, params: SamplingP
 
 
 def _surprise(counts: dict[tuple[int, ...], int], exact: dict[tuple[int, ...], float], total: int) -> float:
-    """Chi-square in standard deviations above its mean; texts expected less than five times count together."""
+    """Return a chi-square in standard deviations above its mean.
+
+    Texts that are expected less than five times count together.
+    """
     expected = np.array([probability * total for probability in exact.values()])
     seen = np.array([counts[text] for text in exact], float)
     rare = expected < 5
@@ -128,7 +131,7 @@ def _surprise(counts: dict[tuple[int, ...], int], exact: dict[tuple[int, ...], f
 
 
 class Scripted:
-    """Right for as many tokens as the pattern says, then wrong; the pattern goes round."""
+    """A drafter that is right for as many tokens as a repeated pattern says, and then wrong."""
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], pattern: list[tuple[int, int]]) -> None:
         self._outputs, self._pattern = outputs, itertools.cycle(pattern)
@@ -148,7 +151,7 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def patterns_llm(folder: Path) -> Any:
-    """Small blocks, so that drafts cross them."""
+    """Yield an LLM with small blocks, so that drafts cross them."""
     with make_llm(folder, num_drafts=8, block_size=16, r_workers="inproc:2", num_mini_batches=2) as llm:
         yield llm
 
@@ -196,7 +199,7 @@ def test_an_r_worker_killed_while_it_verifies(folder: Path, moment: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", thinned(["stall-free", "sls", "request-level", "prefill-first"], 2))
 def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None:
-    """A cache that is too small, budgets that leave few rows for drafts, and the same prompts twice."""
+    """The cache is too small, budgets leave few rows for drafts, and the same prompts come twice."""
     prompts, wanted, drafter = clairvoyant(0.2)
     tight = {"kv_cache_memory": "480KiB", "block_size": 16, "max_num_seqs": 12, "max_num_batched_tokens": 30}
     tight |= {"r_workers": "inproc:2", "schedule": schedule}
@@ -214,7 +217,7 @@ def test_preemption_moves_and_kept_prefixes(folder: Path, schedule: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", thinned(["int4", "int8", "float16"], 3))
 def test_other_cache_dtypes_give_what_they_give_without_drafts(folder: Path, kv_dtype: str) -> None:
-    """Tokens are stored one by one: what was rejected leaves nothing behind."""
+    """Tokens are stored one by one, and rejected ones leave nothing behind."""
     prompts, _, drafter = clairvoyant(0.3)
     found = []
     for drafts in (False, True):
@@ -238,7 +241,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=["json", "choice", "regex"])
 def test_drafts_keep_to_grammars(form: StructuredOutputsParams) -> None:
-    """Those that a grammar forbids are cut, and texts end where they are complete."""
+    """Drafts that a grammar forbids are cut, and texts end where they are complete."""
     prompts = ['{"a": 1, "b": "x"} {"a": 2, "b": "y"} {"a"', "abcabcabababab ab", "ababab"]
     found = []
     for settings_ in ({"speculative_config": {}}, {}):
@@ -257,7 +260,7 @@ def test_drafts_keep_to_grammars(form: StructuredOutputsParams) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_server_streams_what_it_would_without(tmp_path: Path) -> None:
-    """Several tokens at a time in one event, with their log-probabilities; counts by vLLM's names."""
+    """An event may have several tokens with their log-probabilities, and counters have vLLM's names."""
     prompts = [f"def f{number}(x):\n    return x\n\n" * 4 for number in range(8)]
     with LLM(max_model_len=256, kv_cache_memory="64MiB", s_threads=1, r_threads=1) as llm:
         params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, logprobs=1)

@@ -1,6 +1,6 @@
-"""How fast R-workers are, from what they were seen to do; oracle: two calls that share a core, second by second.
+"""The speeds of R-workers from their observed times; the oracle is two calls that share a core.
 
-What changes is followed at once, what passes is not.
+A lasting change is followed at once, and a passing one is not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ pytestmark = pytest.mark.slow
 
 
 def seconds_on_one_core(work: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Busy seconds of two R-workers that begin together: each has its weight's part until the other is done."""
+    """Return the busy seconds of two R-workers that begin together.
+
+    Each has its weight's part of the core until the other is done.
+    """
     parts = weights / weights.sum()
     if (first := np.argmin(work / parts)) == 1:
         return seconds_on_one_core(work[::-1], weights[::-1])[::-1]
@@ -45,7 +48,7 @@ def test_speeds_are_as_seen_and_else_as_memory_was() -> None:
     speeds = Speeds([10.0, 20.0, 20.0])
     assert speeds.lasting.tolist() == [10.0, 20.0, 20.0]
     for _ in range(4):
-        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # the third was hardly at work
+        speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])  # The third R-worker hardly worked.
         assert speeds.lasting.tolist() == [10.0, 20.0, 20.0], "too short to say anything"
     for _ in range(4):
         speeds.observe([1000, 600, 5], [0.010, 0.010, 0.001])
@@ -64,7 +67,7 @@ def test_what_is_as_expected_but_for_chance_stays() -> None:
 
 @pytest.mark.parametrize("schedule", [pytest.param("sls", marks=pytest.mark.thorough), "stall-free"])
 def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str) -> None:
-    """The scheduler is not told of the weights, 2:1, and equal loads look like 1.33:1; yet newcomers settle at 2:1."""
+    """Equal loads look like 1.33:1 for weights of 2:1, which the scheduler does not know; yet loads settle at 2:1."""
     limits = replace(AMPLE, max_num_seqs=200, num_blocks=(9999, 9999), bandwidths=(1.0, 1.0))
     lengths = np.random.default_rng(0).integers(20, 60, 900).tolist()
     jobs = [Job([1] * 100, length, [length], number // 4 * 2) for number, length in enumerate(lengths)]
@@ -82,7 +85,7 @@ def test_two_on_one_core_are_loaded_in_proportion_to_their_weights(schedule: str
 
 
 def test_one_that_is_very_slow_is_seen_beside_the_others() -> None:
-    """It takes ten times as long over the same tokens; the others' short times tell as much."""
+    """One R-worker takes ten times as long over the same tokens, and the others' short times count as much."""
     speeds = Speeds([1.0, 1.0])
     for _ in range(10):
         speeds.observe([1000, 1000], [0.100, 0.010])
@@ -98,7 +101,7 @@ def test_a_change_is_followed_at_once_and_a_passing_one_is_not() -> None:
     assert relative(found) == pytest.approx(before, rel=0.15), "two steps may be chance"
     found.observe(LOADS, USUAL)
     found.observe(LOADS, [0.2, 0.1, 0.05])
-    found.observe(LOADS, [0.05, 0.1, 0.05])  # not the same way
+    found.observe(LOADS, [0.05, 0.1, 0.05])  # The change does not point the same way.
     assert relative(found) == pytest.approx(before, rel=0.2)
     for _ in range(NUM_STEPS):
         found.observe(LOADS, [0.2, 0.1, 0.05])
@@ -112,7 +115,7 @@ def test_what_slows_all_alike_is_no_change_and_short_steps_say_little() -> None:
     assert relative(found) == pytest.approx([0.25, 0.25, 0.5])
     assert seen(0).latest([0, 1, 2]).tolist() == [1.0, 1.0, 1.0]
     idle = seen()
-    idle.observe([1000, 1000, 0], [0.1, 0.1, 0.0])  # one that attends nothing keeps its speed
+    idle.observe([1000, 1000, 0], [0.1, 0.1, 0.0])  # An R-worker that attends nothing keeps its speed.
     assert relative(idle) == pytest.approx([0.25, 0.25, 0.5])
 
 
@@ -128,7 +131,7 @@ def test_one_that_joins_in_the_place_of_another_is_unknown_again() -> None:
 
 
 def test_one_that_was_busy_for_no_token_is_compared_with_none() -> None:
-    """Only its appends took time: what it takes for tokens is not known yet, and no other's is compared with that."""
+    """Only appends took its time, so its time per token is unknown, and it is compared with no other."""
     found = Speeds([1.0, 1.0, 1.0])
     with np.errstate(all="raise"):
         for _ in range(NUM_STEPS):

@@ -1,4 +1,4 @@
-"""Tokens and the texts that they spell: bytes of tokens, and grammars whose texts look like special tokens."""
+"""Tokens and their texts: bytes of tokens, and grammars whose texts look like special tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EOS = 0
 
 
 def bytes_tokenizer(*added: AddedToken) -> Tokenizer:
-    """The demo model's, which has a token per byte, and more tokens."""
+    """Return the demo model's tokenizer, which has a token per byte, with more tokens."""
     found = Tokenizer.from_file(str(Path(DEMO_MODEL) / "tokenizer.json"))
     found.add_tokens(list(added))
     return found
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece's are: words begin with a mark in place of a space, and what is unknown is spelled in bytes."""
+    """Return a tokenizer like SentencePiece's: words begin with a mark, and unknown text is spelled in bytes."""
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     vocab |= {letter: number for number, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz", len(vocab))}
     found = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -52,7 +52,7 @@ def test_added_tokens_stand_for_their_names() -> None:
 
 
 def follow(tokenizer: Tokenizer, form: StructuredOutputsParams, eos: frozenset[int], seed: int) -> str:
-    """The text of tokens that ``form`` allows, chosen at random."""
+    """Return the text of tokens chosen at random among those that ``form`` allows."""
     size = tokenizer.get_vocab_size() + 3
     matcher, draw, ids = Grammars(tokenizer, size, eos).matcher(form), np.random.default_rng(seed), list[int]()
     while not matcher.finished and len(ids) < 60:
@@ -81,7 +81,7 @@ FORMS = [
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(("form", "beginning"), FORMS)
 def test_no_special_token_stands_for_text(form: StructuredOutputsParams, beginning: str, special: bool) -> None:
-    """With and without an end of text; a grammar may still name a token."""
+    """No special token is allowed as text, with and without an end of text, though a grammar may name a token."""
     names = ("<think>", "</think>", "[END]")
     tokenizer = bytes_tokenizer(
         AddedToken("<|end|>", special=True), *(AddedToken(name, special=special) for name in names)
@@ -92,7 +92,7 @@ def test_no_special_token_stands_for_text(form: StructuredOutputsParams, beginni
 
 
 def test_a_text_without_an_end_of_its_own_runs_on() -> None:
-    """Where the model has no end of text, and the form none either."""
+    """Neither the model nor the form has an end of text."""
     assert len(follow(bytes_tokenizer(), StructuredOutputsParams(regex="[a-c]*"), frozenset(), 0)) == 60
     assert follow(bytes_tokenizer(), StructuredOutputsParams(choice=["yes"]), frozenset(), 0) == "yes"
 

@@ -1,4 +1,4 @@
-"""Waiting without sleeping: it finds what comes, ends in time, and leaves a core alone that others use."""
+"""Waiting without sleeping: it finds what comes, ends in time, and leaves a core to its other users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG_SECONDS = 1e6
 
 @pytest.fixture
 def one_core() -> Iterator[int]:
-    """This thread has one core, which is given back."""
+    """Pin this thread to one core for the test, and undo that afterwards."""
     before = os.sched_getaffinity(0)
     core = max(before)
     os.sched_setaffinity(0, {core})
@@ -27,19 +27,19 @@ def one_core() -> Iterator[int]:
 
 
 def test_what_comes_is_found_and_nothing_is_waited_for_longer_than_asked() -> None:
-    """What another thread sets is seen without any sleep; without it the last answer comes in the end."""
+    """A value that another thread sets is seen without a sleep, and without a value the wait ends in time."""
     found: list[int] = []
     timer = threading.Timer(0.05, found.append, [7])
     timer.start()
     spin = Spin(LONG_SECONDS)
     while not (answer := spin.until(lambda: found[0] if found else 0)):
-        time.sleep(0.01)  # it was disturbed
+        time.sleep(0.01)  # The wait was disturbed.
     assert answer == 7
     assert Spin(0.005).until(lambda: "") == ""
 
 
 def test_a_core_that_others_use_is_left_alone(one_core: int) -> None:
-    """Beside a process that computes on its core a spin ends days before its time, and the next does not begin."""
+    """Beside a busy process a spin ends long before its time, and the next one does not begin."""
     program = f"import os; os.sched_setaffinity(0, [{one_core}]); print(flush=True)\nwhile 1: pass"
     spin, looks = Spin(LONG_SECONDS), []
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as process:

@@ -1,4 +1,4 @@
-"""Whether spreading the starts pays: against one step after the other, and for the cases that are known."""
+"""The rule that spreads starts where that pays, against a step-by-step count and for known cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def outlook(sizes: list[tuple[int, int]], seats: int, limit: float, idle_share: 
 
 
 def step_by_step(sizes: list[tuple[int, int]], seats: int, limit: float, idle_share: float, spread: bool) -> float:
-    """One that starts in a step attends its prompt and a token in it; starts in order, as seats and earnings allow."""
+    """Return the seconds of all steps.
+
+    A sequence that starts attends its prompt and a token. Starts are in order, as seats and, with ``spread``, earlier
+    starts allow.
+    """
     running: list[list[int]] = []
     waiting, seconds, step, paid = list(sizes), 0.0, 0, 0.0
     while waiting or running:
@@ -54,7 +58,7 @@ def test_the_outlook_is_what_happens_step_by_step(
 
 @pytest.mark.parametrize(("generations", "pays"), [(1, False), (2, False), (8, True), (16, True)])
 def test_spreading_pays_for_many_generations(generations: int, pays: bool) -> None:
-    """R = S: waves take 1.25 of a generation each, spread starts one generation more than there are."""
+    """With R = S, waves take 1.25 generations each, and spread starts take one more than there are."""
     seats, length = 32, 64
     ahead = outlook([(1, length)] * (seats * generations), seats, seats * (1 + (length + 1) / 2))
     assert (ahead.spread < ahead.together) == pays

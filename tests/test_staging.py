@@ -1,4 +1,4 @@
-"""Staging: the same bits cross whatever the way, nothing is read early, and the thread never waits for the GPU.
+"""Staging: the same bits cross on every path, nothing is read early, and the thread never waits for the GPU.
 
 The CUDA hand-off runs here on CPU tensors over a stand-in for ``torch.cuda`` whose copies happen late.
 """
@@ -46,7 +46,7 @@ def tiny() -> Tiny:
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_same_bits_cross(dtype: torch.dtype, contiguous: bool, attending: slice | torch.Tensor) -> None:
-    """Through either staging, with the stand-in's copies late, to the backend and back."""
+    """Rows cross through either staging, with late copies, to the backend and back."""
     rows = qkv(dtype, contiguous, attending)
     expected = [to_numpy(each.clone(memory_format=torch.contiguous_format)) for each in rows]
     host, cuda = Bits(), Bits()
@@ -147,14 +147,14 @@ def test_mini_batches_take_turns(tiny: Tiny) -> None:
 
 
 def test_who_is_ready_goes_first(tiny: Tiny) -> None:
-    """A's first rows are seen to be down only after B's, then A's results come late."""
+    """A's first rows are seen to be down only after B's, and then A's results come late."""
     assert run_order(tiny, Recorder(), FakeGpu(polls=deque([20])), 2) == "B0 A0 B1 A1 B2 A2"
     assert run_order(tiny, Recorder(polls={0: 30}), FakeGpu(), 2) == "A0 B0 B1 B2 A1 A2"
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """Every S-worker made from now on hands over through one stand-in, its copies down two polls late."""
+    """Let every new S-worker hand over through one stand-in, whose copies down are two polls late."""
     gpu = FakeGpu(default_polls=2)
 
     def make(backend: Any, device: torch.device) -> CudaStaging:
@@ -178,7 +178,7 @@ def test_a_failing_layer_leaves_nothing_behind(tiny: Tiny, gpu: FakeGpu, failing
 
 @pytest.mark.parametrize(("scale", "clamped"), [(1e-6, False), (1e6, True)], ids=["idle GPU", "more than the wall"])
 def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: float, clamped: bool) -> None:
-    """The stand-in's clock ticks once per recorded event; one wait per step, and the states still fill the wall."""
+    """The stand-in's clock ticks once per recorded event; a step has one wait, and its states fill the wall time."""
     gpu.scale = scale
     engine = Engine(tiny, FakeBackend())
     for step in range(2):
@@ -189,7 +189,7 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
         assert gpu.synchronised == step + 1
         assert sum(seconds.values()) == pytest.approx(engine.worker.clock.since - since, abs=1e-6)
         segments = 2 * (NUM_LAYERS + 1) + 1
-        events_within = 2 * 2 * NUM_LAYERS + segments  # a send in all segments but the last of each mini-batch
+        events_within = 2 * 2 * NUM_LAYERS + segments  # Each mini-batch sends rows in all segments but the last.
         if clamped:
             assert seconds[WAIT] == 0 and seconds[MODEL] > 0
         else:
@@ -211,7 +211,7 @@ def test_model_time_is_the_compute_streams(tiny: Tiny, gpu: FakeGpu, scale: floa
 def test_an_engine_generates_the_same(
     name: str, dtype: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of keys and values, of latent rows, and of rows for states."""
+    """Keys and values, latent rows, and rows for states all give the same tokens."""
     folder, texts = str(tmp_path), model_zoo.prompts("llama-gqa")[1:5]
     builds = {"youtu": latent_zoo.build_model, "llama-gqa": model_zoo.build_model}
     builds.get(name, tiny_hybrids.built)(name).save_pretrained(tmp_path)

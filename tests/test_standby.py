@@ -1,4 +1,4 @@
-"""A server that stands by: it takes over from one that is killed or stopped, and of the two one goes on."""
+"""A standby takes the session of a server that is killed or stopped, and only one of the two goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="standby: it continues a session that --journal names: give one"):
+    with pytest.raises(ConfigError, match="standby: a standby continues the session that --journal names: give one"):
         EngineConfig(stands_by=True, session="a", r_workers="localhost:1")
     assert main(["serve", "--standby", "a", "--session", "b"]) == 2
     assert "--session 'b' and --standby 'a': give one" in capsys.readouterr().err
@@ -36,7 +36,7 @@ def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 @contextmanager
 def server(folder: Path, name: str, *flags: str) -> Iterator[RunningServer]:
-    """One that serves, or stands by, once its first line is there."""
+    """Yield a server that serves or is a standby, once its first line is there."""
     log = folder / f"{name}.log"
     with log.open("w") as errors:
         command = [FASTDECODE, "serve", *BARE, "--max-model-len", "512", *flags]
@@ -59,7 +59,7 @@ def wait_for(server: RunningServer, status: int) -> None:
 
 
 def wait_until_it_asks(standby: RunningServer) -> None:
-    """It has tried to take session s over."""
+    """Wait until the standby has tried to take session s."""
     while "stands by for session s: R-worker" not in standby.log.read_text():
         assert standby.process.poll() is None, standby.log.read_text()
         time.sleep(0.05)
@@ -67,7 +67,7 @@ def wait_until_it_asks(standby: RunningServer) -> None:
 
 @contextmanager
 def reading_on(client: Client, server: RunningServer) -> Iterator[Future[None]]:
-    """``client`` in a thread, within its stream: it has had 20 events."""
+    """Yield ``client``, reading in a thread within its stream: it has had 20 events."""
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(client.read, server.url)
         while len(client.events) < 20:
@@ -87,9 +87,11 @@ def reading_on(client: Client, server: RunningServer) -> Iterator[Future[None]]:
     ],
 )
 def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
-    """Within a stream: its client goes on there, and has what an undisturbed one has; a server that was stopped, and
-    wakes up, ends by name. The journal lies in a folder of both, or on R-workers, and no folder is needed. R-workers
-    refuse nobody, and say once who stands by."""
+    """Within a stream a standby takes over, and the client has what it would have without the kill.
+
+    A stopped server that wakes up ends by name. The journal is in a folder of both, or on R-workers without any folder.
+    R-workers refuse nobody, and say once who is the standby.
+    """
     asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 400, "temperature": 1, "seed": 3, "logprobs": 1}
     with ExitStack() as stack:
         started = [stack.enter_context(r_workers.listening()) for _ in range(2)]
@@ -139,8 +141,10 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     ],
 )
 def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[int, int]) -> None:
-    """From all ranks of a server, killed or stopped at once; where both have as many, what R-workers have is kept. Of
-    those that were stopped none goes on."""
+    """All ranks of a server are killed or stopped at once, and a standby takes over.
+
+    Where both have as many ranks, R-workers' sequences are kept. No stopped rank goes on.
+    """
     asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
     with ExitStack() as stack:
         addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))

@@ -1,4 +1,4 @@
-"""States that lie with the S-worker, ``state_on s``: tokens are ``generate``'s, whatever becomes of R-workers."""
+"""States with the S-worker, ``state_on s``: tokens are ``generate``'s, whatever happens to R-workers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LAYOUT = KVLayout(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tiny model of a type, and what transformers generates with it."""
+    """Return a function that saves a tiny model of a type, with what transformers generates by it."""
     root = tmp_path_factory.mktemp("hybrids")
 
     @cache
@@ -72,7 +72,7 @@ def generated(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 
 
 def run_until_killed(llm: LLM, after: int = 20) -> list[list[int]]:
-    """The outputs of all prompts; the busiest R-worker is killed once there are ``after`` tokens."""
+    """Return the outputs of all prompts; the busiest R-worker is killed once there are ``after`` tokens."""
     engine, tokens, killed = llm.engine, dict[int, list[int]](), False
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, GREEDY)
@@ -115,7 +115,7 @@ def test_tokens_are_those_of_generate(model_type: str, settings: dict[str, Any],
     ("copies", "drafts"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.thorough)]
 )
 def test_a_killed_r_worker_takes_its_states_along(copies: int, drafts: bool, saved: Any) -> None:
-    """With one copy they are computed again; the second copy's go back behind the rows that are lost, and refused."""
+    """With one copy the states are computed again; a second copy's go back behind the lost and refused rows."""
     folder, expected = saved("qwen3_next")
     texts = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)}
     settings: dict[str, Any] = {"r_workers": "spawn:3", "num_mini_batches": 2, "kv_replicas": copies}
@@ -130,7 +130,7 @@ def test_a_killed_r_worker_takes_its_states_along(copies: int, drafts: bool, sav
 
 @pytest.mark.slow
 def test_an_r_worker_that_comes_back_over_tcp_gets_states_again(saved: Any) -> None:
-    """Over TCP, killed and started again at its address; its sequences' states are of 16 bits."""
+    """The R-worker is killed and started again at its address; its sequences' states are of 16 bits."""
     folder, _ = saved("lfm2")
     with make_llm(folder, mamba_ssm_cache_dtype="bfloat16", state_on="r", state_memory=None) as llm:
         expected = generated(llm)
@@ -149,7 +149,7 @@ def test_an_r_worker_that_comes_back_over_tcp_gets_states_again(saved: Any) -> N
 
 @pytest.mark.slow
 def test_what_made_room_is_computed_again(saved: Any) -> None:
-    """R-workers have too few blocks, each of which the scheduler counts as they do; states are room enough."""
+    """R-workers have too few blocks, and the scheduler counts them as they do; states have room."""
     folder, expected = saved("qwen3_next")
     with make_llm(folder) as llm:
         block_bytes = (16 << 20) // llm.engine.scheduler.limits.num_blocks[0]
@@ -160,7 +160,7 @@ def test_what_made_room_is_computed_again(saved: Any) -> None:
 
 @pytest.mark.slow
 def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
-    """Of prompts that begin alike, with room for three states beside those in flight; samples begin with copies."""
+    """Prompts begin alike, with room for three states beside those in flight; samples begin with copies."""
     folder, _ = saved("qwen3_next")
     prompts = [PROMPTS[0][:48] + [number] * 5 for number in (20, 21, 22, 23)]
     with make_llm(folder, enable_prefix_caching=False) as llm:
@@ -218,7 +218,7 @@ def test_memory_that_is_too_small_says_what_would_do() -> None:
 
 
 class Pools:
-    """Two R-workers with all layers, the oracle, and two beside which states are kept here: each hears the same."""
+    """Two R-workers with all layers, as oracle, and two beside which states are kept here, in the same steps."""
 
     def __init__(self) -> None:
         sizes = [RWorkerSize(1 << 20, 1)] * 2
@@ -228,7 +228,7 @@ class Pools:
         self.rng = np.random.default_rng(5)
 
     def step(self, spans: list[list[tuple[int, int, int]]], controls: list[list[tuple[Any, ...]]]) -> StepReport:
-        """One step, of spans (sequence, context, rows) and controls of both R-workers; outputs are the same bits."""
+        """Run spans (sequence, context, rows) and controls of both R-workers; outputs have the same bits."""
         plans = [
             WorkerPlan(
                 np.array(told, CONTROL), (np.array([(*span, SpanMode.ATTEND) for span in given], SPAN),)
@@ -250,7 +250,7 @@ class Pools:
 
 
 def test_a_pair_does_what_an_r_worker_does() -> None:
-    """Steps, forks, what is taken back, moves in two pieces, releases; a state counts as one block, and is exact."""
+    """Steps, forks, truncations, moves in two pieces and releases agree; a state counts as one block."""
     pools = Pools()
     whole, paired = (infos[0] for infos in pools.infos)
     assert (whole.state_blocks, paired.state_blocks) == (2, 1) and paired.num_blocks == whole.num_blocks

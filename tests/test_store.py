@@ -1,4 +1,4 @@
-"""The store's counts of blocks, whatever comes and goes, against what sequences and prefixes hold."""
+"""The store's counts of blocks against what sequences and prefixes hold, through all changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK, NUM_BLOCKS = 4, 10
 
 
 def with_two_copies() -> tuple[Scheduler, Sequence, int]:
-    """A sequence of two full blocks, which decodes and is on two of three R-workers; and the third R-worker."""
+    """Return a decoding sequence of two full blocks on two of three R-workers, and the third R-worker."""
     limits = replace(
         AMPLE, block_size=BLOCK, num_blocks=(NUM_BLOCKS,) * 3, bandwidths=(1.0,) * 3, placing=Placing(copies=2),
         max_model_len=BLOCK * NUM_BLOCKS,
@@ -32,8 +32,10 @@ def with_two_copies() -> tuple[Scheduler, Sequence, int]:
 
 @pytest.mark.parametrize("loses_source", [False, True])
 def test_a_moved_copy_leaves_the_other_ones_blocks_as_they_are(loses_source: bool) -> None:
-    """A move takes a block for the next token along; the copy that stays has none for it yet. Where the source's copy
-    goes meanwhile, what was a move makes a second copy."""
+    """A move takes a block for the next token along, which the copy that stays does not have yet.
+
+    If the source's copy is lost meanwhile, the move makes a second copy.
+    """
     scheduler, sequence, third = with_two_copies()
     store = scheduler.store
     transfer = store.transfers.begin_move(sequence, sequence.tail, third, 3)
@@ -61,7 +63,7 @@ def test_a_transfer_whose_last_source_goes_is_dropped_as_it_was() -> None:
 
 
 def test_what_moves_took_does_not_let_corrections_in_where_none_are_wanted() -> None:
-    """With two copies who attends evens the load; what drains moves all the same."""
+    """With two copies the choice of who attends evens the load, but draining sequences move all the same."""
     chunks = [Chunk(0, 0, 8999, [1]), Chunk(1, 1, 999, [1])]
     uneven = Observed(ScheduledStep((MiniBatch.of(chunks),), ((), ())), 0.0, 0.1, (0.1, 0.01))
     for corrects in (False, True):

@@ -1,4 +1,4 @@
-"""Pages about how it is built name files, classes and functions that are there."""
+"""Pages about the structure name files, classes and functions that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDERS += ("fastdecode/cli", "cluster", "rworker_cpp")
 
 
 def place(path: str) -> Path | None:
-    """The file that the page means, of which it may leave the first folders out."""
+    """Return the file that the page means, which may leave the first folders out."""
     return next((ROOT / folder / path for folder in FOLDERS if (ROOT / folder / path).is_file()), None)
 
 
@@ -36,7 +36,7 @@ def test_doors_are_there(name: str, path: str) -> None:
 
 
 def test_the_glossary_is_short() -> None:
-    """A newcomer reads it whole."""
+    """A newcomer reads all of the glossary."""
     glossary = STRUCTURE.split("## Glossary\n")[1].split("\n## ")[0]
     assert 20 <= len(re.findall(r"^- \*\*", glossary, re.MULTILINE)) <= 25
 

@@ -1,4 +1,4 @@
-"""``SamplingParams.structured_outputs``: texts that have the form that was asked for, whatever else runs or dies."""
+"""``SamplingParams.structured_outputs``: texts have the form that was asked for, whatever else runs or dies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPACT = {"disable_any_whitespace": True}
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """The byte-level demo model."""
+    """Yield an LLM with the byte-level demo model."""
     with LLM(**SETTINGS) as llm:
         yield llm
         assert_nothing_held(llm.engine)
@@ -83,7 +83,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def test_json_follows_the_schema_greedy_and_at_random(llm: LLM) -> None:
-    """As an object or as text; one compact; eight samples at a high temperature."""
+    """The schema is an object or a text, one is compact, and eight samples have a high temperature."""
     for form in (
         StructuredOutputsParams(json=SCHEMA, **COMPACT),
         StructuredOutputsParams(json.dumps(SCHEMA), **COMPACT),
@@ -104,7 +104,7 @@ def test_regex_choice_grammar_and_any_object(llm: LLM) -> None:
     assert all(re.fullmatch(r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])", date) for date in dates) and len(set(dates)) > 1
     choice = ("Paris", "Pa", "Zürich", 'a "quote" \\ and\na line')
     assert set(answers(StructuredOutputsParams(choice=choice), 24)) <= set(choice)
-    ends = {257: 50.0}  # the end of text, likelier than what goes on
+    ends = {257: 50.0}  # The end of text is likelier than any other token.
     short = params(StructuredOutputsParams(choice=choice[:2]), logit_bias=ends)
     assert texts(llm.generate("def f():", short, use_tqdm=False)) == ["Pa"]
     many = [f"{number} (a|b).*\n" for number in range(2500)]
@@ -122,7 +122,7 @@ def test_regex_choice_grammar_and_any_object(llm: LLM) -> None:
 
 
 class SlowOracle:
-    """Greedy by plain transformers, each token tried on a matcher that is new and has read all tokens before it."""
+    """Greedy decoding by plain transformers, with each token tried on a new matcher that has read all earlier ones."""
 
     def __init__(self, llm: LLM, form: StructuredOutputsParams) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -161,7 +161,7 @@ def test_greedy_equals_a_slow_oracle(llm: LLM, form: StructuredOutputsParams) ->
 
 @pytest.mark.slow
 def test_company_changes_nothing(llm: LLM) -> None:
-    """Structured and free texts, greedy and seeded, alone and all together, some of them preempted."""
+    """Structured and free texts, greedy and seeded, are the same alone and together, some of them preempted."""
     forms = [StructuredOutputsParams(json=SCHEMA, **COMPACT), StructuredOutputsParams(regex="[a-z ]{20,40}"), None]
     asked = [
         SamplingParams(temperature=heat, seed=5, max_tokens=60, structured_outputs=form, logprobs=2)
@@ -176,10 +176,10 @@ def test_company_changes_nothing(llm: LLM) -> None:
     assert [output.outputs for output in outputs] == alone * 2
 
 
-@pytest.mark.thorough  # test_recovery.py, of free texts
+@pytest.mark.thorough  # test_recovery.py tests the same with free texts.
 @pytest.mark.slow
 def test_a_killed_r_worker_changes_nothing() -> None:
-    """Three processes, of which one is killed when some tokens are out."""
+    """One of three processes is killed when some tokens are out."""
     asked = params(StructuredOutputsParams(json=SCHEMA, **COMPACT), temperature=1.0, seed=7, n=2)
     with LLM(**SETTINGS, r_threads=1, r_workers="spawn:3") as llm:
         alone = llm.generate("x = ", asked, use_tqdm=False)[0].outputs
@@ -197,7 +197,7 @@ def test_a_killed_r_worker_changes_nothing() -> None:
 
 
 def test_text_ends_when_it_is_complete(llm: LLM) -> None:
-    """Past min_tokens and ignore_eos, at the length, and at a stop string before."""
+    """A complete text ends despite min_tokens and ignore_eos, at the length, or at an earlier stop string."""
     three = StructuredOutputsParams(regex="[0-9]{3}")
     for options in ({}, {"min_tokens": 50}, {"ignore_eos": True}, {"max_tokens": 3}):
         (output,) = llm.generate("x = ", params(three, **options), use_tqdm=False)
@@ -218,7 +218,7 @@ def test_a_dead_end_is_no_complete_text(llm: LLM) -> None:
 
 
 def test_a_row_without_a_grammar_is_not_edited() -> None:
-    """Of a batch with a grammar the other rows keep their scores; a row whose grammar forbids all has failed."""
+    """Other rows of the batch keep their scores, and a row whose grammar forbids all has failed."""
 
     class Only(Matcher):
         def __init__(self, *tokens: int) -> None:
@@ -280,7 +280,7 @@ def test_sampling_params_stay_hashable() -> None:
 def test_what_cannot_be_followed_is_refused_when_it_comes(
     llm: LLM, form: StructuredOutputsParams, message: str
 ) -> None:
-    """One line, and the engine is as it was."""
+    """The error is one line, and the engine is unchanged."""
     with pytest.raises(RequestError, match=message) as caught:
         llm.engine.add_request("wrong", "x", params(form))
     assert str(caught.value).startswith("structured_outputs cannot be followed: ") and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What holds of the tests themselves: whom they import, that each ends, and that Ctrl-C reaches them."""
+"""Rules for the tests themselves: what they import, that each ends, and that Ctrl-C reaches them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = {path.stem: path for path in TESTS.rglob("test_*.py")}
 
 
 def imported(source: str) -> Iterator[str]:
-    """The last part of every name that ``source`` imports."""
+    """Yield the last part of every name that ``source`` imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[-1] for alias in node.names)
@@ -30,7 +30,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What they share lies in tests/helpers, and stand-ins in tests/doubles."""
+    """Shared code is in tests/helpers, and stand-ins are in tests/doubles."""
     found = {path: set(imported(path.read_text(encoding="utf-8"))) for path in TESTS.rglob("*.py")}
     assert [f"{path.name}: {name}" for path, names in found.items() for name in names & MODULES.keys()] == []
     assert set(imported("import test_a\nfrom test_b import c\nfrom tests import test_d")) >= {
@@ -50,7 +50,7 @@ def test_every_test_has_a_time_limit(pytestconfig: pytest.Config) -> None:
 
 
 def test_ports_for_later_are_given_to_nobody_before() -> None:
-    """Where both were of one range, a rank whose port for newcomers was taken was lost, and a round was unclean."""
+    """If both came from one range, a rank whose port for newcomers is taken would be lost."""
     if first_given() < 20_000:
         pytest.skip("this machine gives nearly all ports")
     with socket.create_server(("127.0.0.1", 0)) as given:
@@ -65,7 +65,7 @@ def test_ctrl_c_interrupts() -> None:
 
 
 def test_ctrl_c_interrupts_in_a_background_job() -> None:
-    """The test above, in a pytest that was started with SIGINT ignored, as a shell starts a job with "&"."""
+    """The test above runs in a pytest that was started with SIGINT ignored, as a shell starts a job with "&"."""
     test = f"{__file__}::{test_ctrl_c_interrupts.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]

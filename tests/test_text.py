@@ -21,7 +21,7 @@ SPECIAL = "<|sep|>"
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level BPE as in GPT-2: every byte is a token, and a few longer ones cross what tests look for."""
+    """Return byte-level BPE as in GPT-2: every byte is a token, and a few longer ones cross what tests look for."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in MERGES)]
     merges = [pair for pair in MERGES if pair != ("ðŁ", "ĺ")]
     model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [*merges, ("ðŁ", "ĺ")])
@@ -36,12 +36,12 @@ TOKENIZER = make_tokenizer()
 
 
 def ids(*pieces: str) -> list[int]:
-    """Token ids by their spelling in the vocabulary (a space is Ġ)."""
+    """Return token ids by their spelling in the vocabulary, where a space is Ġ."""
     return [TOKENIZER.get_vocab()[piece] for piece in pieces]
 
 
 def push_all(stream: TextStream, token_ids: SequenceOf[int]) -> tuple[str | None, list[str]]:
-    """The stop string that ended the text, if any, and what was visible after each token."""
+    """Return the stop string that ended the text, if any, and what was visible after each token."""
     seen = []
     for token_id in token_ids:
         stopped = stream.push(token_id)
@@ -125,7 +125,7 @@ def test_no_tokens_no_text() -> None:
 
 
 def tokens_of(text: str, cuts: SequenceOf[bool]) -> list[int]:
-    """``text`` encoded, but piecewise where ``cuts`` say so: the same text in other tokens, bytes alone at worst."""
+    """Encode ``text`` piecewise where ``cuts`` say so: the same text in other tokens, bytes alone at worst."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     spelling = "".join(piece for piece, _ in letters)
     parts, start = [], 0
@@ -137,10 +137,10 @@ def tokens_of(text: str, cuts: SequenceOf[bool]) -> list[int]:
 
 
 def first_stop(token_ids: list[int], stop: list[str]) -> tuple[int, int] | None:
-    """Naively: after which token some stop string is in the decoded text, and where the earliest one begins."""
+    """Return naively after which token a stop string is in the decoded text, and where the earliest begins."""
     for count in range(1, len(token_ids) + 1):
         text = TOKENIZER.decode(token_ids[:count])
-        whole = text.rstrip("\ufffd")  # the end of an unfinished character is no text yet
+        whole = text.rstrip("\ufffd")  # The end of an unfinished character is no text yet.
         positions = [whole.find(string) for string in stop if string in whole]
         if positions:
             return count, min(positions)
@@ -173,7 +173,7 @@ def test_visible_text_is_the_decoded_text_up_to_the_first_stop(text: str, stop: 
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A tokenizer in the manner of SentencePiece: words begin with ▁, rare bytes have tokens of their own."""
+    """Return a tokenizer like SentencePiece's: words begin with ▁, and rare bytes have tokens of their own."""
     vocabulary = {"<unk>": 0, "▁world": 1, "▁Hello": 2, "!": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -182,7 +182,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def test_the_space_before_the_first_word_is_kept_after_a_prompt() -> None:
-    """A text's own first space is dropped by such tokenizers; that of a continuation is not."""
+    """Such tokenizers drop a text's own first space, but not that of a continuation."""
     tokenizer = byte_fallback_tokenizer()
     stream = TextStream(tokenizer, prompt_token_ids=[2])
     stream.push(1)
@@ -190,7 +190,7 @@ def test_the_space_before_the_first_word_is_kept_after_a_prompt() -> None:
 
 
 def test_bytes_that_make_no_character_do_not_end_the_stream() -> None:
-    """Any tokens at all: the stream goes on, and ordinary words after the rubbish come out."""
+    """After any tokens at all the stream goes on, and ordinary words after them come out."""
     tokenizer, rng = byte_fallback_tokenizer(), random.Random(0)
     for _ in range(300):
         stream = TextStream(tokenizer)

@@ -1,4 +1,4 @@
-"""Bodies of requests: forms of texts, schemas that take no other keys, numbers, and messages that clients send back."""
+"""Bodies of requests: forms of texts, schemas that allow no other keys, numbers, and messages sent back."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ INNER = {"type": "object", "properties": {"b": {}}}
     ],
 )  # fmt: skip
 def test_closed_schemas_take_no_keys_that_they_do_not_list(schema: Any, good: list[Any], bad: list[Any]) -> None:
-    """And all that the open schema takes and lists."""
+    """A closed schema also accepts all listed keys that the open schema accepts."""
     check = jsonschema.Draft202012Validator(without_other_keys(schema))
     assert all(map(check.is_valid, good)) and not any(map(check.is_valid, bad))
 
@@ -132,7 +132,7 @@ def test_closed_schemas_take_no_keys_that_they_do_not_list(schema: Any, good: li
         ({"exclusiveMaximum": 1e19}, False),
         ({"multipleOf": 2**60}, False),
         ({"const": 9007199254740993}, False),
-        ({"enum": ["a", -(2**63)]}, False),  # at which llguidance crashes
+        ({"enum": ["a", -(2**63)]}, False),  # llguidance crashes at this number.
         ({"const": {"a": [2**64]}}, False),
         ({"properties": {"a": {"anyOf": [{"items": {"minimum": 2**54}}]}}}, False),
         ({"properties": {"default": {"const": 2**54}}}, False),
@@ -155,7 +155,7 @@ def test_numbers_in_a_grammar_s_schemas_are_refused_too() -> None:
 
 
 def test_whole_numbers_may_have_a_fraction_of_zero() -> None:
-    """Where ints are wanted, at any depth; all else stays as it came."""
+    """Integers are accepted so at any depth, and all else stays as it came."""
     body = {
         "prompt": [[1.0, 2], [3.0]], "max_tokens": 4.0, "n": 1e0, "stop_token_ids": [5.0, 6], "temperature": 1.0,
         "logprobs": 2.0, "seed": -7.0, "structured_outputs": {"json": {"const": 4.0}}, "logit_bias": {"3": 1.0},
@@ -214,7 +214,7 @@ def test_messages_that_the_template_leaves_out_are_refused() -> None:
 
 
 def test_what_codex_sends_back_is_taken() -> None:
-    """Thoughts, refusals and names of ``include`` that add nothing here; instructions and developers' words are one."""
+    """Thoughts, refusals and names of ``include`` add nothing, and instructions join the developer's message."""
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},

@@ -1,4 +1,4 @@
-"""A text that cannot fit a model is refused before it is tokenised."""
+"""A text that is too long for a model is refused before it is tokenised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastdecode.sworker.model.token_bytes import NFC_SHRINKS, _spellings, text_b
 
 
 def byte_level() -> Tokenizer:
-    """A tokenizer with a token for every byte."""
+    """Return a tokenizer with a token for every byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
 
 
 class Counted:
-    """A tokenizer that counts the texts that were given to it."""
+    """A tokenizer that counts the texts that it was given."""
 
     eos_token_id = None
 
@@ -66,7 +66,7 @@ def test_added_tokens_and_normalizers_count() -> None:
 
 
 def test_bytes_without_a_token_do_not_count() -> None:
-    """As control characters in some chat models: any number of them is no token at all."""
+    """Control characters have no token in some chat models, so any number of them is allowed."""
     alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"Ą"})
     backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,13 +95,13 @@ def test_a_tokenizer_with_an_unknown_token_has_no_bound() -> None:
 
 
 def processor_seconds(process: psutil.Process) -> float:
-    """What it has computed, however long it had to wait for a core."""
+    """Return the processor time of a process, without its waits for a core."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 class Template:
-    """Renders conversations, without what roles in ``drops`` say, and keeps the lengths of all it has rendered."""
+    """A template that leaves out the roles in ``drops``, and keeps the lengths of all texts that it has rendered."""
 
     def __init__(self, *drops: str) -> None:
         self.drops, self.lengths = drops, list[int]()
@@ -155,19 +155,19 @@ def test_a_template_that_raises_is_asked_again_for_the_conversation_itself() -> 
     ids=["prompt", "conversation"],
 )
 def test_long_texts_hold_up_nobody(chat_server: RunningServer, route: str, field: dict[str, object]) -> None:
-    """Three of 30 MiB are refused, and a short prompt beside them is answered, at little cost to the server."""
+    """Three texts of 30 MiB are refused, and a short prompt beside them is answered, at little cost."""
     long, server = {**field, "max_tokens": 2}, psutil.Process(chat_server.process.pid)
     before = processor_seconds(server)
     with ThreadPoolExecutor(4) as clients:
         refused = [clients.submit(chat_server.request, route, long) for _ in range(3)]
         status, _ = chat_server.request("/v1/completions", {"prompt": "a short", "max_tokens": 2})
         answers = [each.result() for each in refused]
-    assert status == 200 and processor_seconds(server) - before < 30  # tokenising one of them takes longer
+    assert status == 200 and processor_seconds(server) - before < 30  # Tokenising one of the texts takes longer.
     assert [each[0] for each in answers] == [400] * 3 and "cannot fit" in str(answers[0][1])
 
 
 def test_a_body_of_millions_of_values_is_not_read() -> None:
-    """Reading them would hold up every other request."""
+    """Reading millions of values would delay every other request."""
     assert len(parse_json(b"[" + b"1," * (MOST_VALUES - 2) + b"1]")) == MOST_VALUES - 1
     assert len(parse_json(b"[" + b"{}," * (MOST_NODES - 2) + b"1]")) == MOST_NODES - 1
     for many, number, what in (
@@ -187,7 +187,7 @@ def test_a_long_text_is_one_value_whatever_it_says(text: str) -> None:
 
 
 def test_half_of_a_character_is_named() -> None:
-    """JavaScript clients that cut a text within an emoji write its escape alone."""
+    """JavaScript clients that cut a text within an emoji send half of its escape."""
     for body in (
         rb'{"prompt": "\uD83D"}',
         rb'["\ud83d\ude00 \\ \ud83d b", 1]',

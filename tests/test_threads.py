@@ -1,4 +1,4 @@
-"""The S-worker takes threads away from torch while another process keeps a core busy, and gives them back."""
+"""The S-worker takes threads from torch while another process keeps a core busy, and gives them back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Machine:
-    """A clock to be turned by hand; a stretch of model code is ``seconds`` long, ``lost`` of them off the core."""
+    """A clock set by hand; a stretch of model code takes ``seconds``, ``lost`` of them off the core."""
 
     def __init__(self, num_threads: int) -> None:
         self.seconds = self.cpu_seconds = 100.0
@@ -36,12 +36,12 @@ class Machine:
         return threads
 
     def lose(self) -> None:
-        """As often as a busy process makes it, and no more."""
+        """Lose the core as often as a busy process causes it, and no more."""
         for _ in range(LOSSES[0]):
             self.run(0.02, lost=0.01)
 
     def runs(self, num_threads: int) -> None:
-        """Whether so many are in use, and torch was told so last."""
+        """Assert that so many threads are in use, and that torch was told so last."""
         assert self.cores.num_threads == self.used[-1] == num_threads
 
 
@@ -67,7 +67,7 @@ def test_a_lost_core_costs_a_thread_for_a_while() -> None:
     machine = Machine(2)
     machine.lose()
     machine.runs(1)
-    machine.run(0.5 * REST_SECONDS[0], lost=0.4 * REST_SECONDS[0])  # one thread cannot wait for another
+    machine.run(0.5 * REST_SECONDS[0], lost=0.4 * REST_SECONDS[0])  # One thread has no other to wait for.
     machine.runs(1)
     machine.run(0.6 * REST_SECONDS[0])
     assert machine.run(0.01) == 2
@@ -121,7 +121,7 @@ def keep_busy(core: int) -> None:
 
 @pytest.fixture
 def busy_neighbour() -> object:
-    """A process that never leaves the last core of ours."""
+    """Start a process that never leaves the last core of ours."""
     process = multiprocessing.get_context("spawn").Process(target=keep_busy, args=(max(os.sched_getaffinity(0)),))
     process.start()
     yield process
@@ -130,7 +130,7 @@ def busy_neighbour() -> object:
 
 
 def test_an_engine_beside_a_busy_process(busy_neighbour: object, tmp_path: Path) -> None:
-    """The same tokens, in a time that only a hang exceeds."""
+    """The tokens are the same, in a time that only a hang exceeds."""
     prompts = [{"prompt_token_ids": prompt} for prompt in model_zoo.prompts("llama-gqa")]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     threads = torch.get_num_threads()

@@ -22,8 +22,10 @@ AVOIDED = {
     "that of": "Of several copies that of the latest epoch counts",
     "but for": "are wrong, but for one",
     "wanted were": "wanted were rows",
+    "is told": "what R-workers are told of a step",
+    "lies": "where the state of a head lies",
 }
-"""A sample of a form by its name."""
+"""A sample of each form, by its name."""
 
 
 def test_counts_stay_below_their_ceilings() -> None:

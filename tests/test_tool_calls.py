@@ -1,4 +1,4 @@
-"""Calls that ``tool_choice`` forces: their form, what is read of their text, and chats that are answered with them."""
+"""Calls that ``tool_choice`` forces: their form, the reading of their text, and chats answered with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ask(api: openai.OpenAI, choice: Any, **more: Any) -> Any:
 
 
 def streamed(events: Any) -> tuple[list[dict[str, str]], str, int]:
-    """The calls that a stream tells, why it ended, and in how many parts they came."""
+    """Return a stream's calls, its reason for the end, and in how many parts they came."""
     calls: list[dict[str, str]] = []
     reason, parts = "", 0
     for event in events:
@@ -67,7 +67,7 @@ def streamed(events: Any) -> tuple[list[dict[str, str]], str, int]:
 
 
 def test_a_named_function_is_called(chat_server: RunningServer) -> None:
-    """Whole, streamed token by token, several samples at once; and what was cut off says so."""
+    """The call comes whole, token by token, in several samples, and says if it was cut off."""
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
         choice = ask(api, NAMED).choices[0]
         (call,) = choice.message.tool_calls
@@ -86,7 +86,7 @@ def test_a_named_function_is_called(chat_server: RunningServer) -> None:
 
 
 def test_some_function_must_be_called(chat_server: RunningServer) -> None:
-    """Whole and streamed; in time both functions are, and of a text that is cut off the last call as far as it goes."""
+    """In time both functions are called, and a text that is cut off gives the last call as far as it goes."""
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
         choice = ask(api, "required").choices[0]
         (call,) = choice.message.tool_calls
@@ -157,7 +157,7 @@ def test_calls_in_free_texts_are_read_however_these_grow(text: str, shown: str, 
 
 
 def test_a_model_that_calls_of_itself_is_answered_with_its_calls(chat_server: RunningServer) -> None:
-    """Its text is forced here to be one that calls; whole and streamed."""
+    """The model's text is forced here to be a call, whole and streamed."""
     with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="none", max_retries=0) as api:
         body: dict[str, Any] = {
             "model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 100,
@@ -182,7 +182,7 @@ def reader(name: str | None) -> CallReader:
 
 
 def test_calls_are_read_as_they_grow() -> None:
-    """Whatever the pieces: each call when its last brace is there, once, with its text as it was."""
+    """Each call is reported once, when its last brace has come, with its text unchanged, whatever the pieces."""
     arguments = ['{"to":1e400,"loud":true}', '{"é":"}]"}', '{"é":"\\""}']
     names = ["count", "look", "look"]
     told = [f'{{"name":"{name}","parameters":{each}}}' for name, each in zip(names, arguments, strict=True)]
@@ -225,7 +225,7 @@ def test_calls_that_cannot_be_forced_are_refused(tools: Any, choice: Any, messag
 
 
 def test_a_form_beside_a_forced_call(chat_server: RunningServer) -> None:
-    """Another form is refused; ``response_format`` is that of text, and there is none."""
+    """Another form is refused; ``response_format`` is for text, and a forced call has none."""
     asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "max_tokens": 100}
     status, answer = chat_server.request("/v1/chat/completions", {**asked, "structured_outputs": {"regex": "a"}})
     assert status == 400 and "give one" in answer["error"]["message"]
@@ -253,7 +253,7 @@ THINKING = "<think>\nI look at 😀\n</think>\n\nSo:\n"
 
 
 def test_thoughts_and_calls_of_a_chat(chat_server: RunningServer) -> None:
-    """Whole and streamed, by both names; clients that want no thoughts get none."""
+    """Thoughts come whole and streamed, by both names; clients that want no thoughts get none."""
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     body: dict[str, Any] = {
         "messages": MESSAGES, "temperature": 0, "max_tokens": 200, "tools": tools,
@@ -319,7 +319,7 @@ def test_arguments_of_clients_are_json_in_utf_8(
 )
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "t"}}], ids=("any", "named"))
 def test_references_of_a_schema_are_its_own(chat_server: RunningServer, schema: Any, choice: Any) -> None:
-    """Beside another function that has the same names."""
+    """Another function beside it uses the same names."""
     schema = {"type": "object", "additionalProperties": False, **schema}
     other = {"type": "object", "properties": {"a": {"type": "null"}}, "$defs": {"x": {"type": "null"}}}
     functions = [{"name": "t", "parameters": schema}]

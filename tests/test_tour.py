@@ -14,7 +14,7 @@ NUMBER = re.compile(r"-?\d+\.\d{3}\b")
 
 @pytest.mark.slow
 def test_the_tour_shows_what_its_example_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    """Line by line; numbers of three decimals may differ by the order in which another processor adds."""
+    """The lines agree; numbers of three decimals may differ where another processor adds in another order."""
     runpy.run_path(str(ROOT / "examples" / "tour.py"), run_name="__main__")
     blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / "tour.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
     shown = "".join(block for block in blocks if "──" not in block).splitlines()

@@ -1,4 +1,4 @@
-"""The arithmetic R-workers choose, what is kept of the choice, and one arithmetic for all where it is asked for."""
+"""R-workers' choice of an arithmetic, what is kept of it, and one arithmetic for all where asked for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUPPORTED = _rworker.supported_isas()
 
 @pytest.fixture(autouse=True)
 def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing kept, nothing forced."""
+    """Set an empty cache folder, and force no arithmetic."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FASTDECODE_ISA", raising=False)
     monkeypatch.delenv("FASTDECODE_READ_AHEAD", raising=False)
@@ -99,7 +99,7 @@ def test_a_user_without_a_home_measures_anew(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Trial:
-    """Takes the seconds that a test set for what it tries; another process is in the way of the first time."""
+    """Returns the seconds that a test sets for each trial; another process disturbs the first."""
 
     took: ClassVar[dict[str, float]] = {}
 
@@ -152,7 +152,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bad_setting_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command line before torch is imported, and by the engine before it looks for a model."""
+    """The command line refuses it before torch is imported, and the engine before it looks for a model."""
     code = """
 import sys
 from fastdecode.cli.main import main

@@ -1,4 +1,4 @@
-"""vLLM's model code as the S-part (``make test-vllm``): the tokens are transformers', and packed ones vLLM's own."""
+"""vLLM's model code as the S-part (``make test-vllm``): tokens are transformers', and packed ones are vLLM's."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
 LITTLE_MEMORY = {"llama-gqa": "1MiB", "gemma2": "1MiB", "mistral": "3MiB"}
-"""Of an R-worker that holds the longest of the eight sequences, and not all of them; 2MiB for the others."""
+"""Memory of an R-worker that holds the longest of eight sequences, but not all; the other models use 2MiB."""
 NUM_PACKED = 64
-"""Sequences whose tokens are held against vLLM's own."""
+"""The number of sequences whose tokens are compared with vLLM's own."""
 
 
 class Zoo:
-    """Tiny random models in folders, with what transformers generates from eight prompts."""
+    """Tiny random models in folders, with what transformers generates for eight prompts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Zoo:
 
     def __getitem__(self, name: str) -> tuple[Path, list[list[int]]]:
         if name not in self._found:
-            tied = {"tie_word_embeddings": name == "gemma2"}  # as it is published
+            tied = {"tie_word_embeddings": name == "gemma2"}  # The published model ties its embeddings.
             model = model_zoo.build_model(name, max_position_embeddings=2048, **tied)
             path = self._folder / name
             model.save_pretrained(path)
@@ -71,7 +71,7 @@ def generate(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams = 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_transformers(name: str, way: str, zoo: Zoo) -> None:
-    """Twice, so that prefixes are found the second time."""
+    """The prompts come twice, so that prefixes are hits the second time."""
     folder, wanted = zoo[name]
     memory = {"kv_cache_memory": LITTLE_MEMORY.get(name, "2MiB")} if way == "preemption" else {}
     with LLM(str(folder), **SETTINGS | WAYS[way] | memory) as llm:
@@ -115,7 +115,7 @@ def test_the_first_layers_draft(zoo: Zoo) -> None:
 @pytest.mark.xfail(reason="55 to 89 % were measured, and 78 % for plain weights: docs/decisions/vllm-model-code.md")
 @pytest.mark.parametrize("kind", packed_weights.FORMATS)
 def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least 95 % of the tokens of 64 sequences: attention is computed in another order of additions."""
+    """At least 95 % of the tokens of 64 sequences agree, since attention adds in another order."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}

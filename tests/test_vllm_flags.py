@@ -26,10 +26,10 @@ from fastdecode.server.server_settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 VLLM = [line.split() for line in (ROOT / "tests" / "vllm_flags.txt").read_text("utf-8").splitlines()]
-"""Flags of ``vllm serve`` 0.33: the long one, and its short ones."""
+"""Flags of ``vllm serve`` 0.33: the long spelling, and the short ones."""
 
 OTHERS = {"allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "chat_template_content_format"}
-"""Flags that are on their way."""
+"""Flags that will be supported."""
 
 STARTS = """
 serve Qwen/Qwen3-0.6B
@@ -75,7 +75,7 @@ serve m --kv-cache-metrics --collect-detailed-traces all --show-hidden-metrics-f
 serve --model m --served-model-name gpt-3.5-turbo --log-level INFO
 serve m --device-memory-utilization 0.5 --numa-bind --use-tqdm-on-load --no-async-scheduling
 """.strip().splitlines()
-"""Of vLLM's documentation, recipes, container images and charts."""
+"""Command lines of vLLM's documentation, recipes, container images and charts."""
 
 REFUSED = {
     "serve m -tp 8 -pp 2": "pipeline_parallel_size: the layers run on one S-worker",
@@ -115,7 +115,7 @@ REFUSED = {
     "serve --cudagraph-capture-sizes 1 2 some/model": "give the model first",
     "bench serve --tensor-parallel-size 2": "--tensor-parallel-size is for commands that load a model",
 }
-"""Command lines, and part of what they hear."""
+"""Command lines, and a part of the message that refuses each."""
 
 BENCHES = """
 bench serve --backend vllm --model m --endpoint /v1/completions --dataset-name random --random-input-len 512
@@ -147,14 +147,14 @@ REFUSED |= {
 
 
 def settings_of(line: str) -> tuple[EngineConfig, ServerSettings]:
-    """The settings that a command line of ``serve`` gives."""
+    """Return the settings that a command line of ``serve`` gives."""
     words = shlex.split(line)
     return read_settings(build_parser(words).parse_args(words))
 
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, Any]:
-    """All spellings of flags that ``serve`` takes."""
+    """Return all spellings of flags that ``serve`` accepts."""
     return parser_of("serve")._option_string_actions
 
 
@@ -186,7 +186,7 @@ def test_lines_that_are_refused_say_what_to_do(line: str, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize("line", BENCHES)
 def test_benchmarks_that_start(line: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Up to the model, or the server, of which there is none."""
+    """Each runs up to the model, or the server, of which there is none."""
     words = shlex.split(line)
     args = build_parser(words).parse_args(words)
     check_bench_flags(args)
@@ -198,7 +198,7 @@ def test_benchmarks_that_start(line: str, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_every_flag_of_vllm_serve_is_known(flags: dict[str, Any]) -> None:
-    """In both spellings, and with its short forms."""
+    """Both spellings and the short forms are known."""
     for long, *shorts in VLLM:
         name = long[2:].replace("-", "_")
         assert long in flags or name in OTHERS, long
@@ -254,7 +254,7 @@ def test_a_list_of_adapters_does_not_eat_the_prompt() -> None:
 
 
 def test_a_prompt_keeps_its_words() -> None:
-    """What looks like a dotted flag, or a flag with underscores, and is none."""
+    """Words that look like a dotted flag, or like a flag with underscores, stay in the prompt."""
     words = ["generate", "--max_tokens", "3", "--", "--max_tokens", "-O3", "-x.y"]
     args = build_parser(words).parse_args(words)
     assert (args.prompts, args.max_tokens) == (["--max_tokens", "-O3", "-x.y"], 3)
@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_meant(text: str, said: str, tmp_path: Path, capfd
 
 
 def test_variables_of_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A key guards the server; of the others that are set one line tells, but for Kubernetes' own."""
+    """An API key guards the server; one line names the other variables that are set, except Kubernetes' own."""
     for name, value in {
         "VLLM_API_KEY": "k", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "40", "VLLM_USE_V1": "1",
         "VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_PORT": "tcp://10.0.0.1:80", "VLLM_PORT_80_TCP": "x", "VLLM_EMPTY": "",
@@ -340,14 +340,14 @@ def test_settings_in_python_have_vllm_s_values() -> None:
 
 
 def test_the_table_of_the_page_is_today_s() -> None:
-    """Whoever changes what is taken of vLLM's runs ``python scripts/vllm_table.py``."""
+    """A change of what is accepted of vLLM's needs ``python scripts/vllm_table.py``."""
     script = _script()
     page = script.PAGE.read_text("utf-8")
     assert script.rendered(page) == page
     table = script.full()
     for long, *_ in VLLM:
         assert f"`{long[2:].replace('-', '_')}`" in table
-    assert json.dumps(table)  # no lone surrogates
+    assert json.dumps(table)  # The table has no lone surrogates.
 
 
 def _script() -> ModuleType:

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=1)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """The demo model."""
+    """Yield an LLM with the demo model."""
     with LLM(
         tensor_parallel_size=1, gpu_memory_utilization=0.5, max_model_len=512, kv_cache_memory="64MiB", seed=None,
         s_threads=1, r_threads=1,

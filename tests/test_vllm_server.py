@@ -1,4 +1,4 @@
-"""A server that is started with vLLM's flags, and what clients and proxies then see."""
+"""A server that is started with vLLM's flags, as clients and proxies see it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = {"authorization": "Bearer b"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One that no test changes."""
+    """Yield a server that no test changes."""
     folder = tmp_path_factory.mktemp("vllm")
     config = folder / "c.yaml"
     config.write_text(
@@ -51,7 +51,7 @@ def test_all_its_names_are_models(server: RunningServer) -> None:
 
 
 def test_a_proxy_s_path_is_taken_with_and_without(server: RunningServer) -> None:
-    """Proxies strip it, or do not."""
+    """Proxies may strip the path, or not."""
     assert server.request("/llm/v1/models", headers=KEY) == server.request("/v1/models", headers=KEY)
     assert server.request("/llm/health")[0] == 200 and server.request("/llm/v1/models")[0] == 401
 
@@ -80,7 +80,7 @@ def test_the_template_has_defaults_that_requests_override(server: RunningServer)
 
 
 def test_clients_certificates_may_be_needed(tmp_path: Path) -> None:
-    """With ssl_cert_reqs 2 a client without a certificate of that authority is turned away."""
+    """With ssl_cert_reqs 2 a client without a certificate of that authority is refused."""
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate,

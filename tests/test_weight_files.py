@@ -1,4 +1,4 @@
-"""A checkpoint's files: what is missing, short or left over is named."""
+"""A checkpoint's files: tensors that are missing, short or left over are named."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Set tensors of a checkpoint, or take them out of it."""
+    """Set tensors of a checkpoint, or remove them."""
     file = folder / "model.safetensors"
     found: dict[str, Any] = load_file(file) | tensors
     save_file({name: each for name, each in found.items() if each is not None}, file, metadata={"format": "pt"})
 
 
 def in_shards(folder: Path) -> Path:
-    """Put the checkpoint into two files and an index; return the second."""
+    """Split the checkpoint into two files and an index; return the second."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}

@@ -1,4 +1,4 @@
-"""`make wheels`: the wheel of R-workers that it makes of a built one, and what it refuses."""
+"""`make wheels`: the wheel for R-workers that is made from a built one, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from fastdecode.cli.
 
 
 def whole_wheel() -> dict[str, bytes]:
-    """As `pip wheel .` makes it, of what lies here; the demo model's weights are left out for speed."""
+    """Return the files of the wheel that `pip wheel .` makes here, without the demo model's weights."""
     files = {}
     for room in ("fastdecode", "sworker", "cluster", "perfmodel"):
         prefix = "" if room == "fastdecode" else "fastdecode/"
@@ -62,7 +62,7 @@ def test_the_wheel_of_r_workers_is_another_distribution_without_the_s_part(files
 
 
 def test_a_symbol_that_the_oldest_c_library_lacks_is_found(tmp_path: Path) -> None:
-    """The linker takes it as one that any library may bring, without a version."""
+    """The linker takes such a symbol as one of any library, without a version."""
     assert unversioned(Path(_rworker.__file__)) == []
     library = tmp_path / "library.so"
     code = 'extern "C" int of_a_later_glibc(); int called() { return of_a_later_glibc(); }'
@@ -72,7 +72,7 @@ def test_a_symbol_that_the_oldest_c_library_lacks_is_found(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def site(files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with that wheel's files and the packages that its metadata asks for, and nothing else."""
+    """Make a folder with that wheel's files and the packages that it requires, and nothing else."""
     folder = tmp_path_factory.mktemp("site")
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_commands_of_the_s_part_say_where_they_are(site: Path) -> None:
 
 @pytest.mark.slow
 def test_an_r_worker_serves_from_that_wheel_and_four_packages(site: Path) -> None:
-    """`doctor`, from the same wheel, has it attend."""
+    """`doctor`, from the same wheel, lets it attend."""
     with started(site, "r-worker", "--listen", "tcp://127.0.0.1:0", "--kv-cache-memory", "64MiB") as r_worker:
         assert r_worker.stdout
         line = r_worker.stdout.readline()

@@ -1,4 +1,4 @@
-"""Benchmark workloads, the arithmetic of the report, and the transfer time read off a step's moments."""
+"""Benchmark workloads, the report's arithmetic, and the transfer time by a step's moments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCAB, LONGEST = 300, 4096
 
 
 def encode(text: str) -> list[int]:
-    """One token per character."""
+    """Return one token per character."""
     return list(text.encode())
 
 
@@ -76,7 +76,7 @@ def test_the_whole_range_is_drawn_and_seeds_differ() -> None:
 
 
 def test_arrivals_are_poisson() -> None:
-    """Gaps at 50 requests a second: mean 20 ms, and as much standard deviation, as exponential gaps have."""
+    """Gaps at 50 requests a second have a mean and a standard deviation of 20 ms, as exponential gaps have."""
     spec = WorkloadSpec(random_input_len=1, random_output_len=1, num_prompts=4000, request_rate=50.0)
     arrivals = [item.arrival_seconds for item in make_workload(spec, VOCAB, LONGEST, None)]
     gaps = np.diff([0.0, *arrivals])
@@ -88,7 +88,7 @@ def test_arrivals_are_poisson() -> None:
 
 @pytest.mark.parametrize("burstiness", [0.25, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
-    """Gamma gaps of the same mean: their standard deviation is mean / sqrt(shape)."""
+    """Gamma gaps of the same mean have a standard deviation of mean / sqrt(shape)."""
     spec = WorkloadSpec(
         random_input_len=1, random_output_len=1, num_prompts=8000, request_rate=50.0, burstiness=burstiness
     )
@@ -148,7 +148,7 @@ def workload_of(
 
 
 def test_sharegpt(tmp_path: Path) -> None:
-    """First turn asks, second answers; one-sided, empty and too long conversations are passed over."""
+    """The first turn asks and the second answers; one-sided, empty and too long conversations are skipped."""
     talks = [turns("hello", "hi"), turns("alone"), turns("", "hi"), turns("x", ""), turns("x" * 19, "yy"), {"id": 3}]
     talks += [turns("é", "abc", "more", "and more"), turns("x" * 18, "yy"), turns("not", "reached")]
     items = workload_of(tmp_path / "s.json", json.dumps(talks), "sharegpt", num_prompts=3)
@@ -224,7 +224,7 @@ STEP = StepRecord(
 
 
 def test_breakdown_is_of_the_busiest_worker() -> None:
-    """Over the run, not in any one step: 0.3 + 0.9 against 0.6 + 0.1."""
+    """The busiest R-worker of the run counts, not of any one step: 0.3 + 0.9 s against 0.6 + 0.1 s."""
     second = replace(STEP, wall_seconds=2.0, s_seconds=1.5, r_seconds=(0.9, 0.1), transfer_seconds=(0.1, 7.0))
     figures = breakdown([STEP, second], separate_cores=True)
     assert figures == pytest.approx(
@@ -298,7 +298,7 @@ def test_latencies() -> None:
 
 
 def test_r_workers_that_came_and_went_are_in_the_summary() -> None:
-    """Two are there; a third joins; one is lost, in whose place a fourth joins; one of the three leaves."""
+    """Two R-workers are there, a third joins, one is lost, a fourth takes its place, and one of the three leaves."""
     there = [replace(STEP, pool=Pool(number)) for number in (2, 3, 2, 3, 2)]
     steps = [*there[:2], replace(there[2], lost_workers=1), *there[3:]]
     report = throughput_report(ThroughputRun(2.0, OUTPUTS, steps), separate_cores=False)
@@ -375,7 +375,7 @@ def test_transfer_seconds(submitted: np.ndarray, busy_start: np.ndarray, busy_en
 
 
 def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_start() -> None:
-    """Ten steps of a second; starts in steps 1, 4 and 7, outputs of 3 tokens: steps 4 to 7."""
+    """Steps 4 to 7 of ten are steady, with starts in steps 1, 4 and 7 and 3 tokens each."""
     steps = [
         StepRecord(
             True,
@@ -405,7 +405,7 @@ def test_the_steady_part_is_from_one_output_after_the_first_start_to_the_last_st
 
 
 def test_the_step_that_is_drawn_overlaps() -> None:
-    """Steps that ``--measure-overlap`` runs without overlap are longer, and not what the picture says."""
+    """Steps that ``--measure-overlap`` runs without overlap are longer, and not the subject of the picture."""
     seconds = (1.0, 2.0, 3.0, 9.0, 9.0, 9.0, 4.0)
     steps = [[Event(0, Interval(MODEL, 0, 0, 0.0, each))] for each in seconds]
     records = [replace(STEP, overlapped=each < 9) for each in seconds]
@@ -414,7 +414,7 @@ def test_the_step_that_is_drawn_overlaps() -> None:
 
 
 def test_places_of_lost_r_workers_are_not_idle_r_workers() -> None:
-    """Of three places two have an R-worker, with 3 and 1 seconds: 1.5 times their mean, and not 2.25."""
+    """Two of three places have an R-worker, with 3 and 1 seconds: 1.5 times their mean, and not 2.25."""
     lost = replace(STEP, r_seconds=(3.0, 0.0, 1.0), pool=Pool(2), num_starts=1)
     idle = replace(lost, pool=Pool(3))
     assert [steady_figures([step], 0.0, None)["imbalance"] for step in (lost, idle)] == [1.5, 2.25]

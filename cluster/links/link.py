@@ -131,7 +131,7 @@ class Link(Conversation):
 
     def _open_slots(self, kind: Kind) -> PayloadSlots:
         if self._slots is None:
-            raise ValueError(f"a {kind.name}, and no step is open")
+            raise ValueError(f"a {kind.name} came, and no step is open")
         return self._slots
 
 

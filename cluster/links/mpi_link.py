@@ -57,7 +57,9 @@ class MpiChannel(PartChannel):
 
     def _fill(self, buffer: Any) -> None:
         if not self._peer.wait([self._peer.receive(buffer, _CONTROL_TAG)], MESSAGE_SECONDS):
-            raise ConnectionError(f"a message that it announced did not come within {MESSAGE_SECONDS:g} s")
+            raise ConnectionError(
+                f"the other rank announced a message and did not send it within {MESSAGE_SECONDS:g} s"
+            )
 
 
 class MpiLink(Link):

@@ -60,7 +60,9 @@ class SharedMemoryLink(Link):
                 os.ftruncate(self._descriptor, HEAD_BYTES + pages * mmap.PAGESIZE)
             size = os.fstat(self._descriptor).st_size - HEAD_BYTES
             if size < slots.num_bytes:
-                raise FrameError(f"a plan whose payload takes {slots.num_bytes:,} bytes; {size:,} are shared")
+                raise FrameError(
+                    f"a plan whose payload takes {slots.num_bytes:,} bytes; the shared memory has {size:,}"
+                )
             self._memory = _map(self._descriptor, size, HEAD_BYTES)
         slots.place(self._memory)
         self._slots = slots
@@ -97,7 +99,7 @@ class SharedMemoryLink(Link):
         frame_seconds = 5.0
         frame = super().receive(frame_seconds)
         if frame is None:
-            raise ConnectionError(f"a frame that it announced did not come within {frame_seconds:g} s")
+            raise ConnectionError(f"the other process announced a frame and did not send it within {frame_seconds:g} s")
         return frame
 
     def load(self, frame: Frame, arrays: Sequence[np.ndarray]) -> None:
@@ -154,7 +156,9 @@ class StreamChannel(PartChannel):
         part_seconds = 5.0
         while len(view):
             if not self._poll.poll(part_seconds * 1000):
-                raise ConnectionError(f"a frame that it began did not continue within {part_seconds:g} s")
+                raise ConnectionError(
+                    f"the other process began a frame and did not continue it within {part_seconds:g} s"
+                )
             try:
                 received = self._socket.recv_into(view)
             except OSError as error:
@@ -208,7 +212,7 @@ class HeartbeatMonitor:
             return
         self._silent_seconds += min(self._looked - before, waited_seconds + SPIN_SECONDS)
         if self._silent_seconds >= self._most_seconds:
-            raise SilenceError(f"its process has stood still for {self._most_seconds:g} s")
+            raise SilenceError(f"the other process has shown no sign of life for {self._most_seconds:g} s")
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:

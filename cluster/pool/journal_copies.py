@@ -79,7 +79,9 @@ class JournalCopies:
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > MOST_JOURNAL_BYTES:
-            raise OSError(errno.EFBIG, f"{num_bytes:,} bytes are more than an R-worker keeps, {MOST_JOURNAL_BYTES:,}")
+            raise OSError(
+                errno.EFBIG, f"a journal of {num_bytes:,} bytes is more than an R-worker keeps, {MOST_JOURNAL_BYTES:,}"
+            )
 
     def _able(self) -> list[RemoteJournal]:
         return [worker.journal for worker in self._pool.workers if worker.journal and worker.journal.is_there]

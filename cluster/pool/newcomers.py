@@ -62,7 +62,7 @@ class Returns:
                 return
             except FastDecodeError as error:
                 worker.close()
-                logger.debug("has not come back yet: %s", error)
+                logger.debug("a lost R-worker has not come back yet: %s", error)
                 continue
             self._returned.put(joined)
             if self._is_closed.is_set():

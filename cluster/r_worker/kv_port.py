@@ -81,7 +81,7 @@ class KvPort:
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
-        """``host``: where the R-worker listens for S-workers; "" if it does not. The port opens no further than that.
+        """``host``: where the R-worker listens for S-workers; "" if it does not. The port has the same reach.
 
         Raise ValueError without a key if it would be open beyond this machine, OSError if it cannot listen.
         """

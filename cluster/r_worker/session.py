@@ -134,7 +134,7 @@ class Session:
             self._link.send(
                 Kind.REFUSED, encode_refusal("superseded", f"its session continues with {self._gives_way_to}")
             )
-            raise ConnectionError(f"{self._gives_way_to} takes its place")
+            raise ConnectionError(f"the session continues with {self._gives_way_to}")
         # A working S-worker pauses less than this between two steps
         idle_seconds = 1.0
         try:
@@ -236,8 +236,8 @@ class Session:
         payload_limit = 8 * FRAME_LIMIT
         if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(
-                f"a plan whose payload has {slots.num_bytes:,} bytes, in parts of up to {slots.largest_part:,}; "
-                f"{payload_limit:,} and {FRAME_LIMIT:,} at most"
+                f"a plan whose payload has {slots.num_bytes:,} bytes ({payload_limit:,} at most), in parts of up to "
+                f"{slots.largest_part:,} ({FRAME_LIMIT:,} at most)"
             )
         self._is_untouched = False
         begin_step(self._open_worker, plan)
@@ -253,7 +253,7 @@ class Session:
     def _payload(self, frame: Frame) -> None:
         mini_batch, layer = frame.mini_batch, frame.layer
         if self._slots is None:
-            raise FrameError("a PAYLOAD, and no step is open")
+            raise FrameError("a PAYLOAD came, and no step is open")
         if mini_batch >= self._slots.num_mini_batches or layer >= self._slots.num_layers:
             raise FrameError(f"a PAYLOAD of mini-batch {mini_batch}, layer {layer}, which the plan does not have")
         q, k, v, o, partials = self._slots.views(mini_batch, layer)

@@ -102,7 +102,7 @@ class RayJob:
             self.process.wait()
 
     def _tell(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # ``_next`` says why it ended
+        with contextlib.suppress(BrokenPipeError):  # ``_next`` raises the reason for its end
             print(json.dumps(what), file=self.process.stdin, flush=True)
 
     def _listen(self) -> None:

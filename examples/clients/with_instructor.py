@@ -10,7 +10,7 @@ url, model = sys.argv[1:]
 
 
 class Person(pydantic.BaseModel):
-    """What is asked for."""
+    """The object that the model is asked for."""
 
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)

@@ -15,7 +15,7 @@ llm = OpenAILike(
 
 
 class Person(pydantic.BaseModel):
-    """What the text is to be."""
+    """The object that the text has to give."""
 
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)

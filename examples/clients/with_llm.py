@@ -12,7 +12,7 @@ LLM = str(Path(sys.executable).with_name("llm"))
 
 
 def ask(folder: str, *words: str) -> str:
-    """What the command prints."""
+    """Return what the command prints."""
     return subprocess.run(
         [LLM, *words], env={**os.environ, "LLM_USER_PATH": folder}, check=True, stdout=subprocess.PIPE, text=True
     ).stdout

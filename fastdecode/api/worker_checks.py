@@ -72,13 +72,13 @@ def _check_joining(config: EngineSettings) -> None:
             f"r_workers: {config.r_workers} are R-workers that join: give --pool-listen HOST:PORT as well"
         )
     if config.profile is not None:
-        raise ConfigError("profile: it knows R-workers by their address: give them as host:port,host:port")
+        raise ConfigError("profile: a profile names R-workers by address: give --r-workers host:port,host:port")
 
 
 def _check_ray(config: EngineSettings) -> None:
     """Raise ConfigError for settings that conflict with R-workers placed by Ray."""
     if config.profile is not None:
-        raise ConfigError("profile: it knows R-workers by their address, and Ray places them anew for each job")
+        raise ConfigError("profile: a profile names R-workers by address, and Ray places them elsewhere in each job")
     spec = config.prefill_worker_spec
     makes_one_key = config.tensor_parallel_size == 1 and spec is not None and spec.kind == "spawn"
     if spec is not None and not makes_one_key and config.key_file is None:
@@ -108,14 +108,14 @@ def _check_session(config: EngineSettings) -> None:
         raise ConfigError(f"session: R-workers at host:port outlive an S-worker, and r_workers is {config.r_workers}")
     for name in ("session", "journal") if config.stands_by else ():
         if getattr(config, name) is None:
-            raise ConfigError(f"standby: it continues a session that --{name} names: give one")
+            raise ConfigError(f"standby: a standby continues the session that --{name} names: give one")
     if config.journal == ON_R_WORKERS:
         _check_journal_on_r_workers(config)
     if not config.keep_session:
         return
     for name, missing in (("session", config.session is None), ("journal", config.journal is None)):
         if missing:
-            raise ConfigError(f"keep_session: R-workers keep sequences under the name that --{name} gives: give one")
+            raise ConfigError(f"keep_session: R-workers keep sequences of the session that --{name} names: give one")
     if not config.enable_prefix_caching:
         raise ConfigError("keep_session needs enable_prefix_caching")
 

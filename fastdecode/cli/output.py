@@ -20,7 +20,7 @@ def check_output_files(*paths: str | None, plots: Iterable[str | None] = ()) -> 
     """Raise ConfigError if an output path cannot be written, before anything is measured. None paths are skipped.
 
     Raises:
-        ConfigError: a path is a folder, lies in no folder, may not be written, or is a plot of an unknown format or
+        ConfigError: a path is a folder, is in no folder, may not be written, or is a plot of an unknown format or
             one that cannot be drawn since matplotlib is not installed.
     """
     pictures = list(filter(None, plots))

@@ -81,5 +81,5 @@ class Readings:
 
 
 def _may_call(request: ChatRequest) -> bool:
-    """Return whether a free text may call tools."""
+    """Return whether the model may call tools of its own accord: tools are offered, and no call is forced."""
     return bool(request.tools) and request.tool_choice in (None, "auto")

@@ -105,7 +105,7 @@ class Tells(Protocol):
     """Sends messages to all other ranks, and notices a rank that is gone (``TensorParallelBackend``)."""
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
-        """Send ``message`` to the other ranks, and return the result of ``do``, which they do too."""
+        """Send ``message``, by which the other ranks do the same as ``do`` here; return the result of ``do``."""
 
 
 class RankParks:
@@ -145,7 +145,7 @@ def carry_out(parks: MemberParks, what: str, told: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A ``Parked`` as it is told in JSON."""
+    """A ``Parked`` in JSON."""
 
     progress: int
     num_tokens: int

@@ -8,7 +8,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.stages import RPart, SPart
 
 ROW_SHARE = 0.04
-"""Least part of a cached token's time for each further row over the same read: mostly appending."""
+"""Least time of each further row over the same read, as a part of a cached token's time: mostly appending."""
 
 LOOKUP_SECONDS = 15e-6
 """Seconds of looking up a sequence's last tokens among some thousands."""

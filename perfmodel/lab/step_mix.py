@@ -38,7 +38,7 @@ class StepMix:
         decoding = in_flight
         prompt_rows = each * workload.output_len
         budget = batch_tokens(math.ceil(in_flight), workload)
-        for _ in range(3):  # the sum depends on itself
+        for _ in range(3):  # iterate, since decodes and chunks depend on each other
             chunk = budget - decoding
             steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk is sampled in its own step
             decoding = in_flight * workload.output_len / (workload.output_len + steps)

@@ -1,4 +1,4 @@
-"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]``: runs each part in its own process, and reports."""
+"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]`` runs each part in its own process, and reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PARTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts; 0 once the report is there."""
+    """Run all parts; return 0 once the report is written."""
     parser = argparse.ArgumentParser(
         prog="run.sh", description="Prove and measure FastDecode here, and write a report."
     )

@@ -24,7 +24,7 @@ from gpu_kit.rows import Part, part_of_arguments
 from gpu_kit.timeline import draw
 
 CONTEXTS = (32768, 8192, 1024)
-"""The longest first, since its figure is wanted most if time runs out."""
+"""The context lengths, the longest first, since its figure is wanted most if time runs out."""
 
 STEPS = 8
 MOST_BATCH = 512

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ALWAYS = ("fastdecode", "torchao")
-"""Unpacked whether or not the host has them: the kit's own are what it reports on."""
+"""Packages that are unpacked even if the host has them, since the report is on the kit's own."""
 
 MODULES = {"pyzmq": "zmq", "python_dateutil": "dateutil", "pytest_xdist": "xdist", "pytest_timeout": "pytest_timeout"}
-"""Modules of wheels whose names differ."""
+"""Packages whose module has another name."""
 
 NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
 
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def version() -> str:
-    """This Python's version, as 3.12."""
+    """Return this Python's version, such as "3.12"."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def tag() -> str:
-    """This Python's tag, as cp312."""
+    """Return this Python's tag, such as "cp312"."""
     return f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 

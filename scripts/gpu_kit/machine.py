@@ -1,4 +1,4 @@
-"""Describes the machine of a report."""
+"""The description of a report's machine."""
 
 from __future__ import annotations
 

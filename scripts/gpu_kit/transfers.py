@@ -11,7 +11,7 @@ from fastdecode.sworker.run.cuda_staging import CudaDevice
 from gpu_kit.rows import Part, part_of_arguments
 
 SIZES = tuple(1 << power for power in range(16, 25, 2))
-"""64 KiB to 16 MiB."""
+"""Sizes of 64 KiB to 16 MiB."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ class Way:
         self._sent.record(self._down)
 
     def answer(self) -> None:
-        """Wait for it, and queue the copy back."""
+        """Wait for the copy to the host, and queue the copy back."""
         if not self._gpu:
             self._device.copy_(self._host)
             return

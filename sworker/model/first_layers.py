@@ -30,7 +30,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # layers as a probe finds them; a hybrid's may call twice, or not
+    ).layers  # the layers that a probe finds; a hybrid's layer may call attention twice, or never
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:

@@ -125,7 +125,7 @@ def _weights_source(
     form = packing.choose(config, hf_config, device)
     skeleton = partial(packing.skeleton, loads, hf_config, remote)
     form, named, kind = packing.arguments(config, hf_config, form, dtype, device, skeleton)
-    if kind:  # transformers' automatic classes take no weights but files
+    if kind:  # transformers' automatic classes load weights from files only
         return kind, None, named, form
     return loads, name, named | remote | {"revision": config.revision}, form
 
@@ -136,7 +136,7 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
         if rank:
             sharding.shard(model, hf_config, rank)
         device = resolve_device(config.device)
-        # On the CPU it lies already, and to() would unpack each weight that is packed by now
+        # The model is on the CPU already, and to() would unpack each weight that is packed by now
         return model if device.type == "cpu" else model.to(device)
 
 
@@ -203,7 +203,7 @@ def num_layers(config: EngineConfig) -> int:
 def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
     """Return the sizes of the model that ``config`` loads, as the performance model sees them.
 
-    Raise UnsupportedModelError for a kind of model that its equations do not cover.
+    Raise UnsupportedModelError for a kind of model that the performance model's equations do not cover.
     """
     hf_config = hf_config or load_hf_config(config)
     device = resolve_device(config.device)

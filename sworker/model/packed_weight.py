@@ -92,7 +92,7 @@ class FileMaps:
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                is_file = rest[3] != "0"  # the inode
+                is_file = rest[3] != "0"  # the inode number; 0 if no file is mapped
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))

@@ -173,7 +173,7 @@ class SharedExchange:
             if self._watched.poll(0):
                 raise RuntimeError("a rank of this machine has ended")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"a rank of this machine stood still for {silence_seconds:.0f} s")
+                raise RuntimeError(f"a rank of this machine has sent nothing for {silence_seconds:.0f} s")
 
 
 def num_bytes(size: int) -> int:

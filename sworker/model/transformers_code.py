@@ -104,5 +104,5 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
         for each in replaced:
             each.undo()
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
-        logger.info("runs as it is, with nothing replaced: %s", error)
+        logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -92,7 +92,7 @@ def block_of(width: int, num_heads: int, is_cut: bool) -> int:
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
     most = 4096  # largest block in elements
     block = min(common & -common, most)
-    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels reflect whole vectors
+    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels' reflections need whole vectors
         while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block

@@ -184,7 +184,7 @@ class AnswerCutter:
         return self._follow(self._parser.finalize()[1])
 
     def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-        """Return the pieces of ``events``, with the text of delimiters that the parser removed."""
+        """Return the pieces of ``events``; positions include the delimiters that the parser removed."""
         found = []
         for event in events:
             name = event["field"]

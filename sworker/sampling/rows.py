@@ -16,7 +16,7 @@ class SamplingRow:
     ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``; they include end-of-sequence unless
     it is ignored. ``bad_words_token_ids``: token sequences of ``params.bad_words``, in every spelling.
     ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed. ``grammar``:
-    tells which tokens may come next; whoever takes the token advances it.
+    tells which tokens may come next; the code that takes the token advances it.
     """
 
     params: SamplingParams

@@ -48,7 +48,7 @@ KINDS = {
     "the engine of a hybrid and one of two R-workers": "started again, empty",
     "the engine of a hybrid and its prefill worker": "R-workers at host:port go on",
 }
-"""What is killed, and what happens to the R-workers."""
+"""The victims of kills by name, and what then happens to the R-workers."""
 
 KILLS_PER_ROUND = 10
 MOST_UNCLEAN = 5
@@ -429,7 +429,7 @@ def main() -> int:
               f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, {drawn.settings}", flush=True)  # fmt: skip
         print("\n".join(["  " + fault for fault in found.faults] + [log] * bool(log)), flush=True)
         seed += 1
-    print(f"| what was killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    print(f"| killed | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for kind, counts in totals.items():
         print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COLUMNS)} |")
     return 1 if unclean else 0

@@ -39,7 +39,7 @@ KINDS = {
     "a server and one of its R-workers": "both started again, the R-worker empty",
     "a server with a standby, and one of its R-workers": "the standby goes on, the R-worker is started again, empty",
 }
-"""What is killed, and how service continues."""
+"""The victims of kills by name, and how service continues."""
 
 KILLS_PER_ROUND = 3
 START_SECONDS, ROUND_SECONDS = 90.0, 180.0
@@ -356,7 +356,7 @@ def main() -> int:
               f"{time.monotonic() - start:.1f} s, {dict(found.counts)}, "
               f"{' '.join(load.flags[4:])}", flush=True)  # fmt: skip
         print("\n".join(["  " + fault[:2000] for fault in found.faults] + [log] * bool(log)), flush=True)
-    print(f"| what was killed | {' | '.join(COUNTS)} |\n|---|{'---|' * len(COUNTS)}")
+    print(f"| killed | {' | '.join(COUNTS)} |\n|---|{'---|' * len(COUNTS)}")
     for kind, counts in totals.items():
         print(f"| {kind}: {KINDS[kind]} | {' | '.join(f'{counts[name]:,}' for name in COUNTS)} |")
     return 1 if unclean else 0

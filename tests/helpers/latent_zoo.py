@@ -14,7 +14,7 @@ STD = 0.2
 LENGTHS = (620, 1, 40, 128, 3, 77, 17, 160)
 SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "s_threads": 1}
 SETTINGS |= {"r_threads": 1, "kv_cache_memory": "16MiB", "block_size": 16}
-"""Of an engine, for a model of this zoo and its prompts."""
+"""An engine's settings for a model of this zoo and its prompts."""
 
 MLA: dict[str, Any] = {
     "hidden_size": 64,

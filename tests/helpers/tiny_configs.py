@@ -190,7 +190,7 @@ KINDS = {
     "hybrid": "recurrent",
     "hybrid_sliding": "recurrent",
 }
-"""What layers of each type keep of earlier tokens."""
+"""The kind of cache that layers of each type keep."""
 
 
 def kind_of_cache(config: Any) -> str:

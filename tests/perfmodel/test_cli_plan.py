@@ -140,7 +140,7 @@ def test_a_profile_knows_the_scan_of_an_index(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_profile_decides_who_absorbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By measured links and R-workers: R-workers absorb if the link is slow, the S-worker if their products are."""
+    """R-workers absorb if the measured link is slow, and the S-worker absorbs if R-workers' products are slow."""
     shape = replace(BUILT_IN["deepseek-v3"], dtype="float16")
     heads = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576}
     sizes = ((1024, 256), (16, 4096), (16, 128), (256, 1024))
@@ -407,7 +407,7 @@ PROMPTS = ["--prompt-len", "512", "--mini-batch-size", "256", "--overlapped-tran
 
 
 def test_prefill_workers_in_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many prefill workers as keep up, or as requested; then decodes wait for no prompt."""
+    """The plan has as many prefill workers as keep up, or as requested; then decodes wait for no prompt."""
     without = plan(tmp_path, *NAMES, *PROMPTS)
     chosen = plan(tmp_path, *NAMES, *PROMPTS, "--num-prefill-workers", "auto", "--prefill-gpu", "t4")
     assert "prefill" not in without

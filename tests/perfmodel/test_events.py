@@ -102,7 +102,7 @@ def test_what_cannot_be_is_named_with_its_line(line: str, message: str) -> None:
 
 
 def test_a_file_without_events_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no events are there"):
+    with pytest.raises(ConfigError, match="the file has no events"):
         read_events("\n", "f", 2)
 
 

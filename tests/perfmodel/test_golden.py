@@ -105,7 +105,7 @@ with 8,192 tokens per sequence on 8 chips.
 
 @pytest.mark.parametrize("kv_heads", TABLES)
 def test_tables_of_the_13b_model(kv_heads: int) -> None:
-    """As in the book, rows follow from one sequence's rounded KV memory; a total is the least that holds its batch."""
+    """Rows follow, as in the book, from one sequence's rounded KV memory; a total is the least that holds its batch."""
     layout = BUILT_IN["llama-13b"].with_kv_heads(kv_heads).kv_layout("float16")
     kv_bytes = float(f"{8192 * layout.kv_bytes_per_token:.{1 if kv_heads == 40 else 2}e}")
     for batch, kv_memory, memory, milliseconds, tokens_per_second in TABLES[kv_heads]:

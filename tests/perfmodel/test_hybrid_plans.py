@@ -154,7 +154,7 @@ HERE = NEXT.keeping_states(True)
 
 
 def test_states_with_the_s_worker_take_its_time_and_no_link() -> None:
-    """Of 40 decodes and 20 prompt rows, 12 layers attend on R-workers and 36 advance states on the S-worker."""
+    """A step of 40 decodes and 20 prompt rows attends in 12 layers and advances states on the S-worker in 36."""
     host, gpu = find_cpu_host("epyc-7452"), find_gpu("h200")
     r_part = host_r_part(HERE, "bfloat16", host)
     assert r_part.row_seconds == r_part.prompt_row_seconds == 0

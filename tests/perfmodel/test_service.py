@@ -1,4 +1,4 @@
-"""What users notice, time per token and to the first token, beside throughput, and limits that a plan keeps."""
+"""Times that users notice, per token and to the first token, beside throughput, and limits that a plan keeps."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_without_scratch_every_chunk_attends_what_came_before() -> None:
 
 
 def test_a_long_prompt_stalls_decodes_only_where_it_is_computed_whole() -> None:
-    """As in Sarathi-Serve's figure 7, 48 rows at once stall the decodes, and chunks of 7 rows do not."""
+    """48 rows at once stall the decodes, and chunks of 7 rows do not, as in Sarathi-Serve's figure 7."""
     gaps = {}
     for schedule, budget in (("prefill-first", 64), ("stall-free", 8)):
         decoding = request(2, 12)

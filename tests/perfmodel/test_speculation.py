@@ -86,7 +86,7 @@ def test_a_cache_is_read_once_for_all_rows() -> None:
 
 
 def test_the_balance_in_simulated_time() -> None:
-    """Where R limits, drafts use the S-worker's spare time; where S limits, nothing is lost."""
+    """Drafts use the S-worker's spare time where R limits, and lose nothing where S limits."""
 
     def seconds(rate: float, r_seconds: float, drafting: bool) -> float:
         s_part = MeasuredSPart((1, 1000), (1e-3, 1.0), (1e-9, 1e-9))

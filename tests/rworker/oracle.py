@@ -36,7 +36,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Attended:
-    """What one row and head attends, in float64.
+    """The inputs and weights of one row and head, in float64.
 
     The query is [Dk], the keys are [n, Dk] and the values [n, Dv]. The scores [n] are kept as products (``raw``) and as
     exponents below the largest (``below``). The weights [n] sum to one, together with a sink's.

@@ -1,4 +1,4 @@
-"""What a cache of any KV dtype stores, in numpy: the oracle of the quantiser and of exported bytes."""
+"""The numbers that a cache of any KV dtype stores, in numpy: the oracle of the quantiser and of exported bytes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def first_rows(rows: Rows, count: int, begin: int = 0) -> Rows:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("kv_dtype", "group"), [("int8", 4), ("int8", 8), ("int8", 20), ("int4", 1), ("int4", 20)])
 def test_rows_have_the_same_bits_whichever_neighbours_have_peaked_queries(kv_dtype: str, group: int, isa: str) -> None:
-    """Whether bytes are enough for a query over codes is decided by that query alone.
+    """Each query over codes decides by itself whether bytes are enough.
 
     Neighbours with peaked queries and other windows change no bit of its row.
     """

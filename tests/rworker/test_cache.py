@@ -14,7 +14,7 @@ NUM_BLOCKS = 40
 
 
 class Model:
-    """What the cache should hold: a list of token values per sequence, and the blocks they cost."""
+    """The expected contents of a cache: a list of token values per sequence, and the blocks they cost."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -172,7 +172,7 @@ class Parker:
 
     def _keep_room(self, at_once: bool = False) -> None:
         """Commit memory for chains that may be woken, if there are any."""
-        # Memory committed in advance: room for so many of the longest chain, and so many bytes
+        # Bytes committed in advance: enough for this many of the longest chain, and at least this many
         chains_ahead, least_ahead_bytes = 2, 1 << 26
         if largest := self._directory.largest:
             self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)

@@ -54,7 +54,7 @@ class LoadControl:
         self._granted = 0.0
         # Weight of earlier newcomers after another one: about the last 1,000 newcomers count
         kept_per_newcomer = 0.999
-        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # prompt rows, and decode steps
+        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # columns: prompt rows, and decode steps
 
     def begin_step(
         self,

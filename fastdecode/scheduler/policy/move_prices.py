@@ -15,7 +15,7 @@ class TransferPrice:
     def __init__(self, per_token: float) -> None:
         """``per_token``: seconds per token assumed before the first transfer; it may be infinite."""
         self.per_token = per_token
-        self._seen = Decayed(KEPT, 2)  # seconds, and tokens
+        self._seen = Decayed(KEPT, 2)  # columns: seconds, and tokens
 
     def paid(self, num_tokens: int, seconds: float) -> None:
         """Record that a transfer of ``num_tokens`` cached tokens took ``seconds``."""
@@ -40,17 +40,19 @@ class MovePrices:
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
         """``corrects``: whether moves for balance are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
-        self._seen = Decayed(KEPT, 5)  # busy seconds, KV tokens, hidden seconds, steps, and their seconds
+        # columns: busy seconds, KV tokens, hidden seconds, steps, and seconds of these steps
+        self._seen = Decayed(KEPT, 5)
         # Weight of the past after another step in counts of starts, which are rare events
         kept_of_rare = 0.995
-        self._begun = Decayed(kept_of_rare, 3)  # starts, rows of prompts, and steps
+        self._begun = Decayed(kept_of_rare, 3)  # columns: starts, prompt rows, and steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
 
     def observe(self, observed: Observed) -> None:
         """Learn from the times of the step ``observed``."""
-        work = np.array(observed.step.kv_loads) * self._speeds.relative_times  # KV tokens as if at mean speed
+        # KV tokens that an R-worker of mean speed would attend in the same time
+        work = np.array(observed.step.kv_loads) * self._speeds.relative_times
         r_seconds, wait_seconds = np.array(observed.r_seconds), observed.wait_seconds
         busiest, step_seconds = float(r_seconds.max(initial=0.0)), observed.s_seconds + wait_seconds
         hidden = max(0.0, busiest - wait_seconds)

@@ -145,7 +145,7 @@ class SecondCopies:
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
-        # Most sequences examined between two steps, since there may be room for none of thousands
+        # Most sequences examined between two steps, since there may be thousands, and room for none of them
         most_tried = 4
         for sequence_id in sorted(set(ids))[:most_tried]:
             sequence = self._residents.decoding[sequence_id]

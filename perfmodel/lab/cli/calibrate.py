@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output)
     lengths = wholes("prefill_lens", args.prefill_lens, LEAST_LEN)
     if not args.prefill and args.prefill_workers:
-        raise ConfigError("prefill_workers: they are measured with --prefill")
+        raise ConfigError("prefill_workers: prefill workers are measured only with --prefill")
     if args.r_workers == "mpi":
         raise ConfigError("r_workers: calibrate measures inproc, spawn and host:port; ranks of an MPI job not yet")
     num_ranks = args.tensor_parallel_size

@@ -40,7 +40,7 @@ class PlanAnswer:
 
     @property
     def prices(self) -> Prices:
-        """The given prices; without one of the GPU, list prices, beside a given price of hosts."""
+        """The given prices; if the GPU has none, its list price, and the hosts' given or list price."""
         given, listed = self.case.planner.prices, self.case.inputs.list_prices
         if given.gpu_per_hour is not None:
             return given

@@ -144,7 +144,7 @@ def of_read_rows(
     if (shape.state and state is None) or (shape.index and scan is None):
         does = "advances states" if shape.state else "scans an index"
         raise ConfigError(
-            f"{shape.name} {does}, which nothing given here has the time of: name --gpu and --cpu, or a profile of it"
+            f"{shape.name} {does}, and nothing given here has its time: name --gpu and --cpu, or a profile of it"
         )
     share = asked_workload(args).read_share(shape.windows, shape.chunked)
     own = replace(r_part, seconds_per_token=share * r_part.seconds_per_token)

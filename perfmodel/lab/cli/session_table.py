@@ -107,7 +107,7 @@ def table_lines(table: SessionTable) -> Iterator[str]:
         yield f"  {row.context:9,} {row.sessions:8d} {texts}  {best_way(row)}"
     yield "In turns: memory holds too few sessions, so as many at once as fit are served; the others wait."
     yield "Best: most tokens/s. GPU memory, host memory: it holds no session. Context: it is beyond the model's."
-    yield "KV over PCIe: the cache lies in the host's memory and crosses the link in each step."
+    yield "KV over PCIe: the cache is in the host's memory and crosses the link in each step."
     if table.memory:
         yield table.memory
 

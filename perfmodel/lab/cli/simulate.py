@@ -174,9 +174,7 @@ def _shown(bar: tqdm, simulator: Simulator) -> bool:
 def _slo(args: argparse.Namespace) -> Slo | None:
     if args.slo_tbt_p99 is None:
         if args.slo_delay_p50 is not None:
-            raise ConfigError(
-                "slo_delay_p50 is half of what a capacity search keeps to: it needs --slo-tbt-p99 beside it"
-            )
+            raise ConfigError("slo_delay_p50 is one of two limits of a capacity search: give --slo-tbt-p99 as well")
         return None
     return Slo(args.slo_tbt_p99) if args.slo_delay_p50 is None else Slo(args.slo_tbt_p99, args.slo_delay_p50)
 

@@ -44,7 +44,7 @@ def read_timeline(args: argparse.Namespace, num_r_workers: int) -> Callable[[], 
     A ConfigError names the bad flag, or the bad line of the file.
     """
     if args.mtbf is None and args.restart_seconds is not None:
-        raise ConfigError("restart_seconds is of R-workers that are lost at random: it needs --mtbf beside it")
+        raise ConfigError("restart_seconds is for R-workers that are lost at random: give --mtbf as well")
     if args.mtbf is not None and not 0 < args.mtbf < math.inf:
         raise ConfigError(f"mtbf must be above 0 hours and finite, not {args.mtbf!r}")
     restart = RESTART_SECONDS if args.restart_seconds is None else args.restart_seconds

@@ -128,7 +128,7 @@ class SimulationInputs:
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
     """Return the inputs of a simulation. A ConfigError names a missing or bad flag."""
-    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # the engine's own checks and messages
+    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # raises the engine's own errors
     if args.enable_prefix_caching and args.dataset_name != "random":
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:

@@ -17,7 +17,7 @@ from fastdecode.perfmodel.lab.simulate.workload import SARATHI, drawn_workload, 
 
 DATASETS = ("random", "trace", *SARATHI)
 UNBOUNDED_TOKENS = 1 << 40
-"""Room if the memory is unknown."""
+"""Cached tokens assumed to fit if the memory is unknown."""
 
 VOCABULARY = 32000
 """Vocabulary of random prompts without a model; it does not affect lengths."""

@@ -16,7 +16,7 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""Times with percentiles: name in keys → name in the table, and its heading."""
+"""Latencies reported with percentiles: key → name in the table, and heading."""
 
 DETAILS = (
     "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",

@@ -179,7 +179,7 @@ def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], mo
 
 
 class Validation:
-    """Runs configurations beside anchors, which stay for all of them."""
+    """Measures configurations in turns with anchors; all configurations have the same anchors."""
 
     def __init__(self, config: EngineConfig, profile: HardwareProfile) -> None:
         self.profile = profile

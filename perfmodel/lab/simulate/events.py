@@ -43,7 +43,7 @@ def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: i
     such_as = 'such as {"seconds": 12.5, "event": "lose", "r_worker": 3}'
     found = [(_event(record, where), where) for where, record in json_lines(text, name, such_as)]
     if not found:
-        raise ConfigError(f"{name}: no events are there")
+        raise ConfigError(f"{name}: the file has no events")
     found.sort(key=lambda each: each[0].seconds)
     known = {False: num_r_workers, True: num_prefill_workers}
     for event, where in found:

@@ -22,7 +22,7 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.scheduler import Limits, Transfer
 
 NO_ONE = -1
-"""The value of a place whose R-worker is gone."""
+"""Marks the place of an R-worker that is lost."""
 
 
 class SimulatedWorld:
