@@ -21,7 +21,7 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 354,
-    "lines that serving imports": 52_950,
+    "lines that serving imports": 52_960,
     "lines of the product": 67_540,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,

@@ -119,7 +119,7 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
     def _remove(self, cache_id: int) -> None:
-        """Remove the file of ``cache_id`` before its R-worker is told to cut or release the sequence."""
+        """Remove the file of ``cache_id`` before a control cuts or releases the sequence."""
         del self._tokens[cache_id]
         if self._saving:
             self._saving.result()
