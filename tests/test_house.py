@@ -22,7 +22,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 354,
     "lines that serving imports": 52_960,
-    "lines of the product": 67_540,
+    "lines of the product": 67_560,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
