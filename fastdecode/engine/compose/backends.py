@@ -192,7 +192,7 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
     cores = config.s_core_list or usable_cores()
     threads = config.s_threads or len(cores)
-    folder = config.journal_folder / "states" if config.keep_session and config.journal_folder else None
+    folder = Path(config.journal_folder, "states") if config.keep_session and config.journal_folder else None
     backend.keep_states(StateKeeper(config.max_num_seqs + room.kept, threads, tuple(cores), folder))
     return room
 
