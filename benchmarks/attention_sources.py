@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.run.random_prompts import RandomPrompts
+from fastdecode.perfmodel.lab.measure.decode_rig import random_prompts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--num-seqs", type=int, default=64)
-    parser.add_argument("--context-len", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each kind")
-    parser.add_argument("--r-workers", default="inproc:1")
-    parser.add_argument("--kv-cache-memory", default="3GiB")
+    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("--num-seqs", type=int, default=64, help="number of sequences (64)")
+    parser.add_argument("--context-len", type=int, default=512, help="context of each, in tokens (512)")
+    parser.add_argument("--steps", type=int, default=60, help="steps with and steps without sources (60)")
+    parser.add_argument("--r-workers", default="inproc:1", help="R-workers, as for an engine (inproc:1)")
+    parser.add_argument("--kv-cache-memory", default="3GiB", help="KV cache of each R-worker (3GiB)")
     args = parser.parse_args()
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "max_model_len": args.context_len + 2 * args.steps + 32}
     with LLM(args.model, r_workers=args.r_workers, kv_cache_memory=args.kv_cache_memory, **settings) as llm:
@@ -49,7 +49,7 @@ def measure(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[
         prompt = rng.integers(0, engine.s_model.vocab_size, context_len).tolist()
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params if number else asking)
     asked, engine.in_flight.asking = engine.in_flight.asking, set()
-    with engine.world.computed_by(RandomPrompts):
+    with random_prompts(engine.world):
         while engine.scheduler.snapshot().num_waiting or len(engine.scheduler.snapshot().sequences) < num_seqs:
             engine.step()
         engine.step()

@@ -194,20 +194,23 @@ def parsed() -> argparse.Namespace:
     """Return the command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--peer", default="vllm", choices=["vllm", "zen", "llama", "none"], help="none: ours alone (vllm)"
+        "--peer",
+        default="vllm",
+        choices=["vllm", "zen", "llama", "none"],
+        help="engine to compare with; none: ours alone (vllm)",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="bfloat16 safetensors (random weights)")
-    parser.add_argument("--kv-heads", type=int, default=4, help="of random weights, of 16 heads (4)")
-    parser.add_argument("--layers", type=int, default=8, help="of random weights (8)")
+    parser.add_argument("--model", metavar="FOLDER", help="folder with bfloat16 safetensors (random weights)")
+    parser.add_argument("--kv-heads", type=int, default=4, help="KV heads of random weights, with 16 heads (4)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of random weights (8)")
     parser.add_argument("--experts", action="store_true", help="random layers of Qwen3-30B-A3B in place of a Llama's")
     parser.add_argument("--rows", type=int, help="sequences (64, and at most 32,768 prompt tokens in all)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256], help="prompt tokens (256)")
     parser.add_argument("--steps", type=int, default=16, help="tokens of each sequence in a turn (16)")
-    parser.add_argument("--kinds", nargs="+", default=["int8", "bfloat16"], help="what is compared (int8 bfloat16)")
+    parser.add_argument("--kinds", nargs="+", default=["int8", "bfloat16"], help="dtypes to compare (int8 bfloat16)")
     parser.add_argument("--caches", nargs="+", default=[], help="the peer's cache dtypes (auto fp8; q8_0 f16)")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile, which takes minutes once")
     parser.add_argument("--prepare", action="store_true", help="let vLLM compile for these flags, and compare nothing")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
     return parser.parse_args()
 
 

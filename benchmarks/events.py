@@ -175,17 +175,19 @@ class Sets:
 def main() -> None:
     """Print live and simulated figures of each set; exit 1 where tokens/s differ by more than the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", metavar="FILE", help="in place of the sets here")
-    parser.add_argument("--sets", default="hourly,burst,mixed", help="(hourly,burst,mixed)")
-    parser.add_argument("--copies", default="1,2", help="of each sequence (1,2)")
+    parser.add_argument("--events", metavar="FILE", help="file of events, in place of --sets")
+    parser.add_argument("--sets", default="hourly,burst,mixed", help="sets of events (hourly,burst,mixed)")
+    parser.add_argument("--copies", default="1,2", help="numbers of copies of each sequence (1,2)")
     parser.add_argument("--hour", type=float, default=10.0, help="seconds that stand for an hour (10)")
-    parser.add_argument("--in-flight", type=int, default=128, help="(128)")
-    parser.add_argument("--num-prompts", type=int, default=224, help="(224)")
-    parser.add_argument("--input-len", type=int, default=64, help="(64)")
-    parser.add_argument("--output-len", type=int, default=96, help="(96)")
-    parser.add_argument("--seconds-per-token", type=float, default=5e-5, help="of a layer, on a stand-in (5e-5)")
-    parser.add_argument("--rounds", type=int, default=1, help="of live runs (1)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--in-flight", type=int, default=128, help="sequences in flight (128)")
+    parser.add_argument("--num-prompts", type=int, default=224, help="number of requests (224)")
+    parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (64)")
+    parser.add_argument("--output-len", type=int, default=96, help="output tokens (96)")
+    parser.add_argument(
+        "--seconds-per-token", type=float, default=5e-5, help="seconds per cached token and layer on a stand-in (5e-5)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="number of live runs (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the events (0)")
     args = parser.parse_args()
     args.folder = llama_folder(128, NUM_LAYERS, vocab=VOCABULARY, group=1)
     missed = False

@@ -148,9 +148,15 @@ def report(engines: dict[Kind, LLMEngine], rows: int, rounds: int, steps: int) -
 def main() -> None:
     """Print the figures for every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 256, 512, 1024], help="(64 128 256 512 1024)")
-    parser.add_argument("--layers", type=int, default=4, help="(4)")
-    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256, 512, 1024],
+        help="sequences of a step (64 128 256 512 1024)",
+    )
+    parser.add_argument("--layers", type=int, default=4, help="number of layers (4)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
     parser.add_argument("--steps", type=int, default=12, help="decode steps per run (12)")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -34,7 +34,7 @@ def best_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[st
 def main() -> None:
     """Print a line per shape and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="(15)")
+    parser.add_argument("--repeats", type=int, default=15, help="number of repeats (15)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -129,16 +129,18 @@ def mean_load(args: argparse.Namespace) -> int:
 def main() -> None:
     """Print every run, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stand-ins", type=int, default=8, metavar="N", help="(8); 0: attention on another core")
-    parser.add_argument("--mini-batches", default="2", help="one number or more, such as 2,3 (2)")
-    parser.add_argument("--in-flight", type=int, default=64, help="(64)")
-    parser.add_argument("--output-len", type=int, default=80, help="(80)")
+    parser.add_argument(
+        "--stand-ins", type=int, default=8, metavar="N", help="number of stand-ins (8); 0: attention on another core"
+    )
+    parser.add_argument("--mini-batches", default="2", help="numbers of mini-batches, such as 2,3 (2)")
+    parser.add_argument("--in-flight", type=int, default=64, help="sequences in flight (64)")
+    parser.add_argument("--output-len", type=int, default=80, help="output tokens (80)")
     parser.add_argument("--waves", type=int, default=5, help="requests per place in flight (5)")
-    parser.add_argument("--rounds", type=int, default=1, help="(1)")
-    parser.add_argument("--hidden", type=int, default=384, help="(384)")
-    parser.add_argument("--layers", type=int, default=16, help="(16)")
-    parser.add_argument("--intermediate", type=int, default=768, help="sets S time (768)")
-    parser.add_argument("--kv-cache-dtype", default="float32", help="(float32)")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds (1)")
+    parser.add_argument("--hidden", type=int, default=384, help="hidden size (384)")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers (16)")
+    parser.add_argument("--intermediate", type=int, default=768, help="width of the MLPs, which sets S time (768)")
+    parser.add_argument("--kv-cache-dtype", default="float32", help="dtype of the KV cache (float32)")
     parser.add_argument("--plot", metavar="PREFIX", help="write PREFIX-request-level.png and PREFIX-sls.png")
     args = parser.parse_args()
     folder = llama_folder(args.hidden, args.layers, vocab=512, group=1, intermediate=args.intermediate)

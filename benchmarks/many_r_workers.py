@@ -203,13 +203,15 @@ def _over_ideal(ratios: list[float]) -> str:
 def main() -> None:
     """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, help="(2)")
-    parser.add_argument("--lengths", default="equal,mixed", help="of equal, mixed, unknown (equal,mixed)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that simulate (2)")
+    parser.add_argument("--lengths", default="equal,mixed", help="workloads, of equal, mixed and unknown (equal,mixed)")
     parser.add_argument("--fleets", default=",".join(FLEETS), help=f"({','.join(FLEETS)})")
-    parser.add_argument("--presets", action=argparse.BooleanOptionalAction, default=True, help="the paper's machine")
-    parser.add_argument("--schedules", help="(all that can be)")
-    parser.add_argument("--kv-replicas", type=int, default=1, choices=(1, 2), help="(1)")
-    parser.add_argument("--slow", action="store_true", help="one R-worker is half as fast for a minute (off)")
+    parser.add_argument(
+        "--presets", action=argparse.BooleanOptionalAction, default=True, help="also run the paper's machine (on)"
+    )
+    parser.add_argument("--schedules", help="schedules to run (all that fit the workload)")
+    parser.add_argument("--kv-replicas", type=int, default=1, choices=(1, 2), help="copies of each sequence (1)")
+    parser.add_argument("--slow", action="store_true", help="make one R-worker half as fast for a minute (off)")
     args = parser.parse_args()
     lengths, fleets = args.lengths.split(","), args.fleets.split(",")
     able = [name for name, each in SCHEDULES.items() if args.kv_replicas == 1 or not each.reserves_longest]

@@ -42,8 +42,10 @@ def main() -> None:
     """Print the medians and every round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=64, help="sequences per mini-batch (64)")
-    parser.add_argument("--layers", type=int, default=8, help="filling and draining cost one segment a step (8)")
-    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="number of layers; filling and draining cost one S segment per step (8)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
     parser.add_argument("--steps", type=int, default=6, help="decode steps per round (6)")
     args = parser.parse_args()
     folder = llama_folder(hidden=512, num_layers=args.layers)

@@ -115,11 +115,21 @@ def report(num_tokens: int, count: int, rows: list[tuple[float, ...]], on_disk: 
 
 def main(arguments: list[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sessions", nargs="+", default=["1024:200", "16384:6"], metavar="TOKENS:COUNT")
-    parser.add_argument("--r-workers", default="spawn:1")
-    parser.add_argument("--kv-cache-memory", default="800MiB")
-    parser.add_argument("--measured", type=int, default=30, help="sessions that go on, of each kind")
-    parser.add_argument("--park-after", type=float, default=ParkPlace.after_seconds)
+    parser.add_argument(
+        "--sessions",
+        nargs="+",
+        default=["1024:200", "16384:6"],
+        metavar="TOKENS:COUNT",
+        help="lengths and numbers of sessions (1024:200 16384:6)",
+    )
+    parser.add_argument("--r-workers", default="spawn:1", help="R-workers, as for an engine (spawn:1)")
+    parser.add_argument("--kv-cache-memory", default="800MiB", help="KV cache of each R-worker (800MiB)")
+    parser.add_argument(
+        "--measured", type=int, default=30, help="sessions that continue, for each place of the history (30)"
+    )
+    parser.add_argument(
+        "--park-after", type=float, default=ParkPlace.after_seconds, help="seconds until a prefix is parked (60)"
+    )
     args = parser.parse_args(arguments)
     for each in args.sessions:
         num_tokens, count = map(int, each.split(":"))

@@ -84,12 +84,16 @@ class Recovery:
 def main() -> None:
     """Kill and compare; exit 1 if any token differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="(20)")
-    parser.add_argument("--sequences", type=int, default=64, help="(64)")
-    parser.add_argument("--transport", choices=["spawn", "tcp"], default="spawn", help="(spawn)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="with spawned R-workers (1)")
-    parser.add_argument("--stop", type=float, metavar="SECONDS", help="SIGSTOP for so long, in place of SIGKILL")
-    parser.add_argument("--seed", type=int, default=3, help="of prompts and kills (3)")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (20)")
+    parser.add_argument("--sequences", type=int, default=64, help="number of sequences (64)")
+    parser.add_argument(
+        "--transport", choices=["spawn", "tcp"], default="spawn", help="how R-workers are connected (spawn)"
+    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, with spawned R-workers (1)")
+    parser.add_argument(
+        "--stop", type=float, metavar="SECONDS", help="stop the R-worker for so long instead of killing it"
+    )
+    parser.add_argument("--seed", type=int, default=3, help="seed of prompts and kills (3)")
     args = parser.parse_args()
     folder, rng = llama_folder(256, 4, initializer_range=0.2), random.Random(args.seed)
     prompts = np.random.default_rng(args.seed).integers(0, 4096, (args.sequences, PROMPT_LEN)).tolist()

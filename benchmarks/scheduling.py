@@ -19,10 +19,15 @@ PROMPT_LEN, OUTPUT_LEN = 64, 512
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--running", default="1024,4096,16384,65536", metavar="LIST", help="(1024,4096,16384,65536)")
+    parser.add_argument(
+        "--running",
+        default="1024,4096,16384,65536",
+        metavar="LIST",
+        help="numbers of running sequences (1024,4096,16384,65536)",
+    )
     parser.add_argument("--steps", type=int, default=50, help="measured steps (50)")
-    parser.add_argument("--schedule", default="sls", choices=SCHEDULES, help="(sls)")
-    parser.add_argument("--prefix-caching", action="store_true", help="(off)")
+    parser.add_argument("--schedule", default="sls", choices=SCHEDULES, help="schedule (sls)")
+    parser.add_argument("--prefix-caching", action="store_true", help="with prefix caching (off)")
     args = parser.parse_args()
     print("running | schedule ms p50 (p99) | commit ms p50 | plan ms p50 | µs per sequence | starts per step")
     for running in map(int, args.running.split(",")):

@@ -56,11 +56,11 @@ def main() -> None:
     """Print every round and the ratios of the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder of a model (examples/llama-demo-shape, random weights)")
-    parser.add_argument("--requests", type=int, default=128, help="(128)")
-    parser.add_argument("--seats", type=int, default=64, help="--max-num-seqs (64)")
-    parser.add_argument("--prompt-len", type=int, default=128, help="(128)")
-    parser.add_argument("--output-len", type=int, default=64, help="(64)")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--requests", type=int, default=128, help="number of requests (128)")
+    parser.add_argument("--seats", type=int, default=64, help="sequences that run at once (64)")
+    parser.add_argument("--prompt-len", type=int, default=128, help="prompt tokens (128)")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens (64)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
     parser.add_argument("--first-tokens", type=int, default=15, help="rounds of one request on idle engines (15)")
     args = parser.parse_args()
     settings: dict[str, object] = {"max_model_len": 1024, "max_num_seqs": args.seats, "enable_prefix_caching": False}

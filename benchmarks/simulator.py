@@ -22,9 +22,9 @@ SLACK = 1.05
 def main() -> None:
     """Print a line per number of R-workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=4096, help="seats (4096)")
-    parser.add_argument("--r-workers", default="1,8,64,256", metavar="LIST", help="(1,8,64,256)")
-    parser.add_argument("--steps", type=int, default=200, help="timed (200)")
+    parser.add_argument("--running", type=int, default=4096, help="sequences that run at once (4096)")
+    parser.add_argument("--r-workers", default="1,8,64,256", metavar="LIST", help="numbers of R-workers (1,8,64,256)")
+    parser.add_argument("--steps", type=int, default=200, help="timed steps (200)")
     args = parser.parse_args()
     print("R-workers | running | simulated steps per second")
     for num_r_workers in map(int, args.r_workers.split(",")):

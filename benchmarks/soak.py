@@ -173,10 +173,10 @@ class Soak:
 def main() -> int:
     """Return 0 where no request was lost or differed, no block is held and memory is flat."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=int, default=20, help="(20)")
-    parser.add_argument("--part", type=float, default=0.8, help="of the capacity (0.8)")
-    parser.add_argument("--rate", type=float, help="requests per second, in place of a part of the capacity")
-    parser.add_argument("--capacity-seconds", type=float, default=40, help="(40)")
+    parser.add_argument("--minutes", type=int, default=20, help="minutes under load (20)")
+    parser.add_argument("--part", type=float, default=0.8, help="load, as a part of the capacity (0.8)")
+    parser.add_argument("--rate", type=float, help="requests per second, in place of --part")
+    parser.add_argument("--capacity-seconds", type=float, default=40, help="seconds of the capacity's measurement (40)")
     args = parser.parse_args()
     return asyncio.run(run(args))
 

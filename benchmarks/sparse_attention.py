@@ -35,11 +35,16 @@ BLOCK_SIZE, APPENDED, PEAK_BYTES = 128, 1 << 14, 1 << 28
 def main() -> None:
     """Fill, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[65_536, 1_048_576])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--read-ahead", choices=READ_AHEAD, default="run", help="as an R-worker finds out at its start")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to measure (all)")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[65_536, 1_048_576], help="lengths (65536 1048576)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the R-worker (1)")
+    parser.add_argument("--repeats", type=int, default=9, help="number of repeats (9)")
+    parser.add_argument(
+        "--read-ahead",
+        choices=READ_AHEAD,
+        default="run",
+        help="way to prefetch, which an R-worker measures at its start (run)",
+    )
     options = parser.parse_args()
     peaks = _rworker.Peaks(num_threads=options.threads, num_bytes=PEAK_BYTES * options.threads)
     for name in options.shapes:

@@ -30,10 +30,10 @@ CONTROLS, SPANS = np.zeros((0, 4), np.int64), np.int64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--num-sequences", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--dtype", default="float32", choices=tuple(WIRE_DTYPE), help="of the states (float32)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (1 2)")
+    parser.add_argument("--num-sequences", type=int, default=48, help="number of sequences (48)")
+    parser.add_argument("--repeats", type=int, default=9, help="number of repeats (9)")
+    parser.add_argument("--dtype", default="float32", choices=tuple(WIRE_DTYPE), help="dtype of the states (float32)")
     args = parser.parse_args()
     for kind in SHAPES:
         for threads in args.threads:

@@ -39,11 +39,11 @@ def s_seconds(folder: str, ranks: int, rows: int, steps: int) -> float:
 def main() -> None:
     """Print every measurement, and the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=2048, help="(2048)")
-    parser.add_argument("--rows", type=int, default=256, help="(256)")
-    parser.add_argument("--layers", type=int, default=2, help="(2)")
-    parser.add_argument("--steps", type=int, default=12, help="per measurement (12)")
-    parser.add_argument("--rounds", type=int, default=2, help="(2)")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size (2048)")
+    parser.add_argument("--rows", type=int, default=256, help="sequences of a step (256)")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (2)")
+    parser.add_argument("--steps", type=int, default=12, help="decode steps per measurement (12)")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds (2)")
     args = parser.parse_args()
     folder = str(llama_folder(args.hidden, args.layers))
     ratios = []

@@ -285,6 +285,32 @@ class RWorker:
         these of the tokens here, without sinks. ValueError for anything else, and for layers that are not done.
         """
 
+    def attend_again(
+        self, sequence_id: int, layer: int, position: int, mode: int, query: npt.NDArray[np.float32 | np.uint16]
+    ) -> npt.NDArray[np.float32 | np.uint16]:
+        """Compute the attention of one stored row again, bit for bit as in its step; store nothing.
+
+        ``position``: the row's position in the sequence, or in the segment. ``mode``: ATTEND, PARTIAL or READ, as the
+        row's span had. ``query``: [1, num_heads, Dq]. Return o [1, num_heads, Dv] in the model's dtype, or the row's
+        partial results, float32 [nodes, num_heads, 2 + Dv]. Raise ValueError for a row that is not stored, for a layer
+        that is recurrent, an index, or picked by one, and while a layer of the open step is missing.
+        """
+
+    def export_layer(self, sequence_id: int, layer: int) -> npt.NDArray[np.uint8]:
+        """Return one layer of all tokens of a sequence, as ``export`` orders it; the open step's rows are included."""
+
+    def keep_checksums(self) -> None:
+        """Keep, from now on, a checksum of each full block in each layer. Call this before the first step."""
+
+    def find_damage(self, sequence_id: int, num_tokens: int = -1, layer: int = -1) -> int:
+        """Return the first full block of a sequence whose bytes differ from their checksum; -1 if none does.
+
+        ``num_tokens``: only the blocks of these first tokens; -1 for all. ``layer``: only this layer; -1 for all.
+        """
+
+    def flip_bit(self, sequence_id: int, layer: int, token: int, bit: int) -> None:
+        """Flip one bit of the block that holds ``token``, for tests of ``find_damage``."""
+
     def end_step(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int, int]:
         """Commit the lengths: (busy_start, busy_end, bytes_read, blocks_free).
 

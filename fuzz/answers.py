@@ -14,6 +14,7 @@ from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.wire import messages, payload
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
 from fastdecode.cluster.wire.messages import Welcome
+from fastdecode.core.auditing import AuditMode, AuditQuestion
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
@@ -43,6 +44,8 @@ class AnswersRun:
             worker.begun()
             worker.submit(0, 0, (q, k, v, o[:0] if in_ranges else o, partials))
             worker.wait(0)
+            asked = [AuditQuestion(AuditMode(mode), 1, 0, 1, 2, q[:1] if mode == 1 else None) for mode in (0, 1, 4)]
+            worker.audit(asked)()
             worker.end_step()
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
@@ -60,7 +63,7 @@ class AnswersRun:
         if not provider.remaining_bytes():
             raise End("the fuzzer has no more bytes")
         kinds = [Kind.WELCOME, Kind.PONG, Kind.READY, Kind.OUTPUT, Kind.REPORT, Kind.EXPORTED, Kind.DATA, Kind.REFUSED]
-        kinds += [Kind.HELD, Kind.RECORDED, Kind.RECALLED]
+        kinds += [Kind.HELD, Kind.RECORDED, Kind.RECALLED, Kind.AUDITED]
         expected = self._expected()
         kind = expected if provider.ConsumeIntInRange(0, 15) else provider.PickValueInList(kinds)
         body = self._body(kind)
@@ -79,6 +82,7 @@ class AnswersRun:
         wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
         wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
         wanted |= {Kind.RECORD: Kind.RECORDED, Kind.RECALL: Kind.RECALLED, Kind.INVENTORY: Kind.HELD}
+        wanted |= {Kind.AUDIT: Kind.AUDITED}
         return wanted.get(last, Kind.DATA)
 
     def _body(self, kind: Kind) -> bytes:

@@ -17,8 +17,8 @@ from helpers.servers import CHAT_TEMPLATE, serving  # noqa: E402
 def main() -> int:
     """Return schemathesis' exit status: 1 when it found a 500."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-examples", type=int, default=100, help="per route and phase (100)")
-    parser.add_argument("--max-time", type=int, default=420, help="seconds of the whole run (420)")
+    parser.add_argument("--max-examples", type=int, default=100, help="most examples per route and phase (100)")
+    parser.add_argument("--max-time", type=int, default=420, help="most seconds of the whole run (420)")
     args = parser.parse_args()
     schemathesis = str(Path(sys.executable).parent / "schemathesis")
     limits = ["--max-model-len", "64", "--max-num-seqs", "16", "--chat-template", CHAT_TEMPLATE]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import socket
 import struct
@@ -16,14 +15,16 @@ from typing import Any
 import atheris
 import msgspec
 import numpy as np
+from mutations import Message, mutated
 
 from fastdecode.cluster.links import shared_memory
 from fastdecode.cluster.prefill import messages as prefill
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
-from fastdecode.cluster.wire import frames, handshake, leases, messages, parked, payload, weighing
+from fastdecode.cluster.wire import auditing, frames, handshake, leases, messages, parked, payload, weighing
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.messages import Hello, Welcome
+from fastdecode.core.auditing import answer_bytes, query_bytes
 from fastdecode.core.errors import CapacityError, ChainError, FrameError
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
@@ -44,8 +45,6 @@ PROMPT = prefill.Prompt(1, "kvr", 1, (0, 4, 8), PLACE, (prefill.PlacedRows((PLAC
 PREFILL_WELCOME = prefill.PrefillWelcome(2, (0, 1), "boot", "", "0" * 64, 7)
 KEY = bytes(32)
 CHAIN = Chain.of([bytes([number]) * 16 for number in range(17)], 32)
-ODD: list[Any] = [None, True, 0, -1, 1, 16, 1 << 31, 1 << 63, 10**400, 0.5, -0.0, 1e39, float("nan"), float("inf")]
-ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}, {"a": 1}]
 
 
 def header(data: bytes) -> None:
@@ -58,7 +57,7 @@ def header(data: bytes) -> None:
 def hello(data: bytes) -> None:
     """Check that a HELLO can be written again, and that the R-worker refuses the rest with its own errors."""
     with suppress(FrameError):
-        found = messages.decode_hello(_json(data, messages.encode_hello(HELLO), _sign))
+        found = messages.decode_hello(mutated(data, messages.encode_hello(HELLO), _sign))
         _require(messages.decode_hello(messages.encode_hello(found)) == found)
         with suppress(ValueError, CapacityError, MemoryError):
             make_rworker(found.layout, found.block_size, RWorkerSize(1 << 20, 1)).close()
@@ -74,14 +73,14 @@ def held(data: bytes) -> None:
 def welcome(data: bytes) -> None:
     """Check that a WELCOME that is read can be written again."""
     with suppress(FrameError):
-        found = messages.decode_welcome(_json(data, messages.encode_welcome(WELCOME)))
+        found = messages.decode_welcome(mutated(data, messages.encode_welcome(WELCOME)))
         _require(messages.decode_welcome(messages.encode_welcome(found)) == found)
 
 
 def refusal(data: bytes) -> None:
     """Check that a refusal that is read can be printed, and written again."""
     with suppress(FrameError):
-        found = messages.decode_refusal(_json(data, messages.encode_refusal("busy", "it serves another")))
+        found = messages.decode_refusal(mutated(data, messages.encode_refusal("busy", "it serves another")))
         _require(messages.decode_refusal(messages.encode_refusal(*found)) == found)
         "".join(found).encode()
 
@@ -89,7 +88,7 @@ def refusal(data: bytes) -> None:
 def join(data: bytes) -> None:
     """Check that what is read can be written again."""
     with suppress(FrameError):
-        found = messages.decode_join(_json(data, messages.encode_join("10.0.0.1:5580")))
+        found = messages.decode_join(mutated(data, messages.encode_join("10.0.0.1:5580")))
         _require(messages.decode_join(messages.encode_join(*found)) == found)
 
 
@@ -97,7 +96,7 @@ def prompt(data: bytes) -> None:
     """Check that a prompt's part that is read is within its limits, and can be written again."""
     tokens = np.frombuffer(data[: len(data) // 8 * 8], "<i8")[:4]
     with suppress(FrameError):
-        found = prefill.decode_prompt(_json(data, prefill.encode(PROMPT)), tokens, 100, 1000)
+        found = prefill.decode_prompt(mutated(data, prefill.encode(PROMPT)), tokens, 100, 1000)
         _require(len(tokens) == found.end - found.start and found.bounds[-1] <= 100)
         _require(msgspec.json.decode(prefill.encode(found), type=prefill.Prompt) == found)
 
@@ -106,12 +105,14 @@ def prefill_answers(data: bytes) -> None:
     """Check what prefill workers and S-workers say of themselves."""
     with suppress(FrameError):
         prefill.decode_prefill_hello(
-            _json(data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "float32", "avx2", (2,))))
+            mutated(
+                data, prefill.encode(prefill.PrefillHello("host:1", "0" * 64, 512, "int8", "float32", "avx2", (2,)))
+            )
         )
     with suppress(FrameError):
-        prefill.decode_prefill_welcome(_json(data, prefill.encode(PREFILL_WELCOME)))
+        prefill.decode_prefill_welcome(mutated(data, prefill.encode(PREFILL_WELCOME)))
     with suppress(FrameError):
-        "".join(prefill.decode_failure(_json(data, prefill.encode(prefill.Failure(1, "lost")))).reason).encode()
+        "".join(prefill.decode_failure(mutated(data, prefill.encode(prefill.Failure(1, "lost")))).reason).encode()
 
 
 def plan(data: bytes) -> None:
@@ -136,6 +137,16 @@ def weigh(data: bytes) -> None:
         _require(asked.num_blocks <= weighing.MOST_BLOCKS)
 
 
+def audit(data: bytes) -> None:
+    """Check that questions about rows are written again as their bytes, and that the answer fits a frame."""
+    with suppress(FrameError):
+        asked = auditing.decode_questions(data, LAYOUT)
+        _require(auditing.encode_questions(asked)[0] == data)
+        _require(sum(answer_bytes(LAYOUT, each) for each in asked) <= frames.FRAME_LIMIT)
+        queries = np.zeros(sum(query_bytes(LAYOUT, each) for each in asked), np.uint8)
+        _require(len(auditing.with_queries(asked, LAYOUT, queries)) == len(asked))
+
+
 def parking(data: bytes) -> None:
     """Check that a message about parked chains is written again as all its bytes."""
     with suppress(FrameError):
@@ -147,7 +158,7 @@ def parking(data: bytes) -> None:
     with suppress(FrameError):
         _require(parked.encode_chains(parked.decode_chains(data, 32)) == data)
     with suppress(FrameError):
-        parked.decode_parking(_json(data, parked.encode_parking("model")))
+        parked.decode_parking(mutated(data, parked.encode_parking("model")))
 
 
 def chain_file(data: bytes) -> None:
@@ -215,53 +226,6 @@ def lying_stream(data: bytes) -> None:
     stream(written)
 
 
-class Message:
-    """A ``Channel`` with one message from a peer, which ignores the answers."""
-
-    def __init__(self, parts: list[bytes]) -> None:
-        self.parts = list(parts)
-
-    def send(self, parts: Any) -> None:
-        """Ignore the parts."""
-
-    def receive(self, timeout_seconds: float) -> bytes | None:
-        """Return the first part."""
-        return self.parts.pop(0)
-
-    def read_into(self, buffer: Any) -> None:
-        """Read a whole part, as libzmq gives it."""
-        if not self.parts or len(self.parts[0]) != memoryview(buffer).nbytes:
-            raise FrameError("another length")
-        memoryview(buffer)[:] = self.parts.pop(0)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def _json(data: bytes, good: bytes, finish: Callable[[Any], None] = lambda value: None) -> bytes:
-    """Return the bytes unchanged, or a correct message with other values in some places."""
-    if data[:1] != b"\x01":
-        return data
-    provider, value = atheris.FuzzedDataProvider(data[1:]), json.loads(good)
-    for _ in range(provider.ConsumeIntInRange(1, 3)):
-        place: Any = value
-        while isinstance(place, dict | list) and place:
-            key = provider.PickValueInList(list(place) if isinstance(place, dict) else list(range(len(place))))
-            if not isinstance(place[key], dict | list) or provider.ConsumeIntInRange(0, 7) == 0:
-                place[key] = _value(provider)
-                break
-            place = place[key]
-    finish(value)
-    return json.dumps(value).encode()
-
-
-def _value(provider: Any) -> Any:
-    choice = provider.ConsumeIntInRange(0, 3)
-    if choice == 0:
-        return provider.ConsumeIntInRange(-2, 600)
-    return provider.ConsumeUnicode(8) if choice == 1 else copy.deepcopy(provider.PickValueInList(ODD))
-
-
 def _sign(value: Any) -> None:
     """Give a HELLO the fingerprint of its contents, if it has any."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -286,6 +250,7 @@ _ALL = (
     plan,
     report,
     weigh,
+    audit,
     parking,
     chain_file,
     gate,
@@ -306,6 +271,7 @@ SEEDS: dict[str, list[bytes]] = {
     "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [payload.encode_report(REPORT)],
     "weigh": [weighing.HEAD.pack(1, 40, 0, 41, 16, False) + np.array([0, 1], "<i8").tobytes()],
+    "audit": [np.array([(1, 7, 0, 40, 41), (4, 7, 1, 0, 1), (3, 7, 0, 99, 1)], "<i8").tobytes()],
     "parking": [
         parked.encode_park(2, 1, CHAIN, CHAIN.marks),
         parked.WAKE.pack(2, 1, 40, bytes(16)),

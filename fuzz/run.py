@@ -30,7 +30,7 @@ SHARES = {
     "report": 110,
 }
 SHARES |= {"refusal": 90, "welcome": 110, "held": 30, "parking": 45, "chain-file": 5, "join": 50, "plan": 140}
-SHARES |= {"header": 100}
+SHARES |= {"header": 100, "weigh": 60, "audit": 60}
 SHARES |= {"prompt": 40, "prefill-answers": 40}
 """Thousandths of the inputs; an input of the first is some twenty frames, and takes 500 times as long as a header."""
 
@@ -66,8 +66,10 @@ def main() -> int:
     """Print a row per target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1_000_000, metavar="N", help="inputs over all targets (1000000)")
-    parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="of the inputs that are kept (out/fuzz)")
-    parser.add_argument("targets", nargs="*", default=list(SHARES), help="(all)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/fuzz"), help="folder of the inputs that are kept (out/fuzz)"
+    )
+    parser.add_argument("targets", nargs="*", default=list(SHARES), help="targets to run (all)")
     args = parser.parse_args()
     whole = sum(SHARES[target] for target in args.targets)
     print("| target | inputs | s | branches | kept | most MiB of an input | RSS MB | crashes |")

@@ -20,8 +20,10 @@ from kv_ports import KvPortRun
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.r_worker import session
 from fastdecode.cluster.r_worker.lease import Lease
-from fastdecode.cluster.wire import leases, messages, parked, payload, weighing
+from fastdecode.cluster.wire import auditing, leases, messages, parked, payload, weighing
 from fastdecode.cluster.wire.frames import HEADER, MAGIC, VERSION, Kind
+from fastdecode.core.auditing import query_bytes
+from fastdecode.core.errors import FrameError
 from fastdecode.core.parked import Chain
 from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerPlan
 
@@ -67,6 +69,7 @@ class SessionRun:
             self._inventory,
             self._weights,
             self._weigh,
+            self._audit,
             self._look,
             self._look,
             self._record,
@@ -129,7 +132,7 @@ class SessionRun:
         """Return the plan of a step of one sequence, with all layers and questions about attention to follow."""
         self._looked_at = self._id()
         layers = [partial(self._layer, layer) for layer in range(len(self._layout.layers))]
-        self._coming = [*layers, *[self._weigh] * 3]
+        self._coming = [*layers, self._weigh, self._audit, self._weigh, self._audit]
         spans = np.array([(self._looked_at, self._length(self._looked_at), self._near(1, 40), SpanMode.ATTEND)], SPAN)
         return self._frame(Kind.PLAN, payload.encode_plan(WorkerPlan(np.zeros(0, CONTROL), (spans,))))
 
@@ -151,6 +154,21 @@ class SessionRun:
         norms = 8 * weighing.num_heads_of(layout, layers) if provider.ConsumeIntInRange(0, 3) == 0 else 0
         parts = filler * weighing.num_query_bytes(layout, layers), filler * norms
         return self._frame(Kind.WEIGH, head + np.array(layers, "<i8").tobytes(), *parts)
+
+    def _audit(self) -> list[bytes]:
+        """Return questions about up to three rows, most of which exist."""
+        provider, asked = self._provider, []
+        for _ in range(provider.ConsumeIntInRange(0, 3)):
+            sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
+            stored = self._length(sequence_id) if provider.ConsumeIntInRange(0, 7) else self._number()
+            position = stored - 1 if provider.ConsumeIntInRange(0, 3) else self._near(0, 40)
+            asked.append((self._near(0, 4), sequence_id, self._near(0, 1), position, stored))
+        with suppress(FrameError):
+            numbers = np.array(asked, auditing.QUESTION).tobytes()
+            questions = auditing.decode_questions(numbers, self._layout)
+            filler = bytes([provider.ConsumeIntInRange(0, 255)])
+            return self._frame(Kind.AUDIT, numbers, filler * sum(query_bytes(self._layout, each) for each in questions))
+        return self._frame(Kind.AUDIT, np.array(asked, auditing.QUESTION).tobytes())
 
     def _record(self) -> list[bytes]:
         """Return a journal record at the end or from the beginning, in most cases."""
@@ -209,12 +227,12 @@ class SessionRun:
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
         ]
-        return self._frame(self._provider.ConsumeIntInRange(0, 47), *parts)
+        return self._frame(self._provider.ConsumeIntInRange(0, 49), *parts)
 
     def _bent(self) -> list[bytes]:
         """Return a frame with one wrong field of its header, or a wrong length."""
         head, *parts = self._provider.PickValueInList(
-            [self._plan, self._payload, self._end, self._export, self._weigh]
+            [self._plan, self._payload, self._end, self._export, self._weigh, self._audit]
         )()
         fields = list(HEADER.unpack(head))
         place = self._provider.ConsumeIntInRange(0, len(fields))

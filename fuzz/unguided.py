@@ -64,8 +64,8 @@ def main() -> None:
     known = targets()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="TARGET", help=f"{', '.join(known)}; all if none is named")
-    parser.add_argument("--runs", type=int, default=1000, help="of each (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--runs", type=int, default=1000, help="runs of each target (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random choices (%(default)s)")
     options = parser.parse_args()
     for name in options.names or known:
         draw = random.Random(options.seed)

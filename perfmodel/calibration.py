@@ -105,9 +105,9 @@ def most_moved(found: Sequence[Steadied]) -> float:
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the weights of ``columns``, float64 [num_columns] and not negative, whose sum fits ``seconds`` best.
 
-    ``columns``: float64 [num_points, num_columns], the first of which always counts. ``seconds``: float64 [num_points],
-    above zero. The fit minimizes the squares of relative errors. With few columns every subset can be tried; of equally
-    good ones the smallest wins, so one point is enough for one part.
+    ``columns``: float64 [num_points, num_columns]. ``seconds``: float64 [num_points], above zero. The fit minimizes the
+    squares of relative errors. It tries every subset of columns that contains the first column; of equally good subsets
+    the smallest wins. Thus one point is enough to find one weight.
     """
     num_points, num_columns = columns.shape
     relative = columns / seconds[:, None]

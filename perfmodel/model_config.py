@@ -35,6 +35,7 @@ _KEYS = {
     "vocab_size": ("vocab_size",),
 }
 
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 _PLAIN_MLP = {
@@ -57,9 +58,6 @@ _PLAIN_MLP = {
     "nemotron_h",
 }
 """Model types whose MLP has two matrices; all others count as gated."""
-
-_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
-"""Beginnings of model types with a second projection of queries, which gates the output."""
 
 _TIED = {"opt", "gpt2", "gpt_bigcode", "gpt_neo", "gemma", "gemma2", "gemma3", "gemma3_text", "falcon", "bloom", "mpt"}
 """Model types that tie input and output embeddings unless the file says otherwise."""
@@ -125,10 +123,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_matrices=2 if kind in _PLAIN_MLP else 3,
             tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
             num_experts=num_experts,
-            experts_per_token=config.get("num_experts_per_tok")
-            or config.get("experts_per_token")
-            or config.get("num_experts_per_token")
-            or 1,
+            experts_per_token=next((config[key] for key in _EXPERTS_PER_TOKEN if config.get(key)), 1),
             shared_intermediate_size=_shared_intermediate_size(config),
             dtype=_dtype(config),
             windows=_windows(config, hybrid.attending if hybrid else sizes["num_layers"], index),
@@ -139,7 +134,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             index=index,
             state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
             mlp_layers=hybrid.mlps if hybrid else 0,
-            gated_attention=kind.startswith(_GATED_ATTENTION),
+            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # a second projection of queries
             beside_attention=_beside_attention(config),
             max_context=_max_context(config),
             weight_bits=_weight_bits(whole),

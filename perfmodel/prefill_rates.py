@@ -29,7 +29,7 @@ def before_share(shape: ModelShape) -> float:
 
 
 def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: str = "auto") -> PrefillTimes:
-    """Return the times of prefill workers with one GPU each. Attention multiplies at the rate of the products.
+    """Return the times of prefill workers with one GPU each. Attention is taken to compute as fast as dense layers.
 
     The kernel is assumed to skip tiles that causality hides. A pair's score and value take 4·N·H operations, or
     2·N·(key dims + value dims) if these differ.

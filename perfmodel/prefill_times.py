@@ -69,9 +69,6 @@ class PrefillLink:
         return num_bytes / self.bytes_per_second
 
 
-NO_LINK = PrefillLink()
-
-
 @dataclass(frozen=True)
 class SlowerSPart:
     """An S-part that is ``factor`` times slower."""
@@ -114,7 +111,7 @@ class PrefillTimes:
     s_part: SPart
     attention: PromptAttentionTimes
     kv_bytes: float
-    link: PrefillLink = NO_LINK
+    link: PrefillLink = PrefillLink()
     before_share: float = 1 / 4
     job_seconds: float = 0.0
     stored_kv_bytes: float | None = None

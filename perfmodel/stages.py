@@ -17,12 +17,6 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.perfmodel.hardware import Gpu
 from fastdecode.perfmodel.model_shape import ModelShape
 
-MOVED_BYTES_PER_SECOND = 0.5e9
-"""Bytes per second assumed for moving a KV cache between R-workers, before a first move was timed.
-
-Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and the data passes through the S-worker.
-"""
-
 
 @dataclass(frozen=True)
 class Stages:

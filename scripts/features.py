@@ -21,7 +21,7 @@ from chaos.configuration import HYBRIDS, Configuration, accepted_settings, draw 
 
 from fastdecode.api.config import EngineConfig  # noqa: E402
 from fastdecode.core.errors import ConfigError  # noqa: E402
-from fastdecode.engine.compose.ways import check_ways  # noqa: E402
+from fastdecode.engine.compose.setup import check_ways  # noqa: E402
 from fastdecode.kinds import Dense, Recurrent  # noqa: E402
 from fastdecode.kinds.layout import KVLayout  # noqa: E402
 

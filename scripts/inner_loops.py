@@ -133,7 +133,7 @@ def cycles(mca: str, loop: Sequence[str]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mca", default="llvm-mca", help="(%(default)s)")
+    parser.add_argument("--mca", default="llvm-mca", help="program of llvm-mca (%(default)s)")
     parser.add_argument("--show", action="store_true", help="each round of NEON, too")
     options = parser.parse_args()
     print("| loop | rows | instructions per KV byte, NEON | AVX-512 | ratio | KV bytes per cycle, NEON |")

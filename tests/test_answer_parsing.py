@@ -22,11 +22,11 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.server.answer_reader import AnswerReading, Thought
 from fastdecode.server.call_parts import CallPart
 from fastdecode.server.chat_messages import ChatWriter
-from fastdecode.server.parser_table import parser_names
 from fastdecode.server.prompt_reader import PromptTokens
 from fastdecode.server.protocol import ChatRequest
 from fastdecode.server.readings import Readings
 from fastdecode.server.response_templates import AnswerSyntax, answer_syntax
+from fastdecode.server.server_settings import parser_names
 from fastdecode.sworker.model.tokenizer import HFTokenizer
 from fastdecode.sworker.sampling.answer_parser import AnswerCutter
 

@@ -17,7 +17,7 @@ from fastdecode._rworker import supported_isas
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ProfileError
-from fastdecode.engine.compose.setup import with_absorption
+from fastdecode.engine.compose.timed_steps import with_absorption
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.perfmodel.calibration import Steadied
 from fastdecode.perfmodel.deployment import Deployment, deployed_step_model, this_machine
@@ -50,7 +50,7 @@ from fastdecode.perfmodel.measurements import HERE, MachineIdentity
 from fastdecode.perfmodel.profile import HardwareProfile
 from fastdecode.perfmodel.profile_json import read_profile, write_profile
 from fastdecode.perfmodel.storage_costs import StorageCosts
-from fastdecode.sworker.model.loader import model_shape
+from fastdecode.sworker.model.shape import model_shape
 
 pytestmark = pytest.mark.slow
 

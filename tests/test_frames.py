@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from fastdecode.cluster.links.link import Link
 from fastdecode.cluster.pool.remote import RemoteWorker
 from fastdecode.cluster.pool.worker_info import NUM_PINGS
-from fastdecode.cluster.wire import messages, payload, weighing
+from fastdecode.cluster.wire import auditing, messages, payload, weighing
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, HEADER, MAGIC, VERSION, Conversation, Frame, Kind, decode
 from fastdecode.cluster.wire.json_bodies import MAX_TEXT
 from fastdecode.cluster.wire.payload import PayloadSlots, RowCounts, aligned_memory
+from fastdecode.core.auditing import AuditAnswer, AuditMode, AuditQuestion, answer_bytes, query_bytes
 from fastdecode.core.errors import FrameError, WorkerLostError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import WeighedPart, Weighing
@@ -285,6 +286,60 @@ def test_a_changed_plan_is_read_or_refused(data: st.DataObject) -> None:
             payload.decode_plan(each)
         except FrameError:
             continue
+
+
+AUDITED = [
+    AuditQuestion(AuditMode.CHECK, 7, 0, 40, 41),
+    AuditQuestion(AuditMode.PARTIAL, 7, 1, 40, 41),
+    AuditQuestion(AuditMode.READ, 8, 0, 600, 1),
+    AuditQuestion(AuditMode.ROWS, -3, 1, 0, 5),
+]
+"""Questions of every form about both layers of LAYOUT."""
+
+
+def test_questions_of_an_audit_are_read_as_they_were_written() -> None:
+    sizes = [query_bytes(LAYOUT, each) for each in AUDITED]
+    assert [size > 0 for size in sizes] == [False, True, True, False]
+    memory = np.arange(sum(sizes), dtype=np.int64).astype(np.uint8)
+    asked = auditing.with_queries(AUDITED, LAYOUT, memory)
+    numbers, queries = auditing.encode_questions(asked)
+    assert queries.tobytes() == memory.tobytes()
+    found = auditing.decode_questions(numbers, LAYOUT)
+    assert all(each.query is None for each in found)
+    wanted = [(each.mode, each.sequence_id, each.layer, each.position, each.num_tokens) for each in AUDITED]
+    assert [(each.mode, each.sequence_id, each.layer, each.position, each.num_tokens) for each in found] == wanted
+
+
+def test_answers_of_an_audit_are_read_as_they_were_written() -> None:
+    answers = [
+        AuditAnswer(number % 2 == 1, np.full(answer_bytes(LAYOUT, each), number, np.uint8))
+        for number, each in enumerate(AUDITED)
+    ]
+    read = auditing.decode_answers(*auditing.encode_answers(answers), AUDITED, LAYOUT)
+    assert [each.is_damaged for each in read] == [False, True, False, True]
+    assert [each.found.tobytes() for each in read] == [each.found.tobytes() for each in answers]
+    with pytest.raises(FrameError, match="must be 0 or 1"):
+        auditing.decode_answers(np.array([2], np.uint8), np.zeros(0, np.uint8), AUDITED[:1], LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([(5, 7, 0, 40, 41)], "mode 5 is unknown"),
+        ([(-1, 7, 0, 40, 41)], "mode -1 is unknown"),
+        ([(0, 7, 2, 40, 41)], "layer 2 does not exist"),
+        ([(0, 7, -1, 40, 41)], "layer -1 does not exist"),
+        ([(1, 7, 0, 41, 41)], "a row at position 41 of 41 tokens"),
+        ([(1, 7, 0, -1, 41)], "position must be"),
+        ([(3, 7, 0, 1 << 41, 1)], "position must be"),
+        ([(4, 7, 0, 0, 0)], "num_tokens 1 to"),
+        ([(4, 7, 0, 0, 1 << 39)], "its answer has"),
+        ([(0, 7, 0, 0, 1)] * 257, "bytes of numbers"),
+    ],
+)
+def test_lying_questions_of_an_audit_are_refused(asked: list[Any], message: str) -> None:
+    with pytest.raises(FrameError, match=message):
+        auditing.decode_questions(np.array(asked, auditing.QUESTION).tobytes(), LAYOUT)
 
 
 def weighing_of(layers: tuple[int, ...] = (0, 1)) -> Weighing:

@@ -104,6 +104,6 @@ def test_without_the_file_or_its_reader_the_error_says_what_to_do(
         path.with_name("broken.gguf").write_bytes(data)
         assert main(["generate", "hi", "--model", str(path.with_name("broken.gguf"))]) == 1
         assert "broken.gguf': it is no complete GGUF file: fetch it again" in capfd.readouterr().err
-    monkeypatch.setattr("fastdecode.sworker.model.gguf.NEEDED", ("gguf", "no_such_package"))
+    monkeypatch.setattr("fastdecode.sworker.files.weight_files.GGUF_NEEDS", ("gguf", "no_such_package"))
     assert main(["generate", "hi", "--model", str(path)]) == 1
     assert "GGUF files need no_such_package: pip install 'fastdecode[gguf]'" in capfd.readouterr().err

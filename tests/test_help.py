@@ -7,10 +7,13 @@ import re
 
 import pytest
 
-from fastdecode.cli.essentials import ESSENTIAL, GROUPS, MOST_SHOWN, TEXTS
+from fastdecode.cli.essentials import ESSENTIAL, GROUPS, TEXTS
 from fastdecode.cli.main import COMMANDS, build_parser, main
 
 LEAVES = [name for name in COMMANDS if name != "cache"]
+
+MOST_SHOWN = 15
+"""Most flags that a command's ``--help`` lists, including ``--help`` and ``--help-all``."""
 
 
 def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -22,7 +22,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.metrics import StepRecord
 from fastdecode.engine.compose.backends import pool_layout
-from fastdecode.engine.compose.ways import check_ways
+from fastdecode.engine.compose.setup import check_ways
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
 

@@ -12,7 +12,7 @@ from fastdecode import _rworker
 from fastdecode.core.dtypes import KV_BITS
 from fastdecode.kinds import Absorption, Dense, Index, Latent, Layer, Recurrent
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.kinds.sizes import Sizes
+from fastdecode.scheduler.sequence import Sizes
 
 WINDOW = Recurrent(2, 16, 1.0, "window", 0, 0, 3, 0, False, False, 32)
 SAMPLES: dict[str, Any] = {

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.compose.setup import budget_within
-from fastdecode.kinds.sizes import Sizes
+from fastdecode.engine.compose.timed_steps import budget_within
 from fastdecode.perfmodel.step_model import MeasuredStepTime
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.policy.load_control import LoadControl
 from fastdecode.scheduler.policy.load_forecast import LoadForecast, Newcomer
 from fastdecode.scheduler.policy.load_limit import NUM_STEPS, BalanceFinder, LoadLimit
 from fastdecode.scheduler.policy.output_lengths import MIN_ENDED, OutputLengths
+from fastdecode.scheduler.sequence import Sizes
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.engine_fields import DEMO_MODEL
 from fastdecode.core.errors import ConfigError, ModelLoadError
-from fastdecode.sworker.model import lora
+from fastdecode.sworker.files.weight_files import check_not_adapted
 from fastdecode.sworker.model.loader import load_hf_config, load_model
 
 peft = pytest.importorskip("peft")
@@ -62,7 +62,7 @@ def test_an_adapter_beside_the_weights_is_refused(folders: tuple[Path, Path]) ->
     model = AutoModelForCausalLM.from_pretrained(folders[0])
     model.load_adapter(str(folders[1]))
     with pytest.raises(ModelLoadError, match="the model is a LoRA adapter: give its base, and --lora-modules"):
-        lora.merged(model, None)
+        check_not_adapted(model)
 
 
 def plain(base: Path) -> torch.Tensor:

@@ -194,7 +194,7 @@ def test_adapters_look_at_no_weights(name: str, tmp_path: Path, monkeypatch: pyt
     """Linear layers without an attribute ``weight``, as packed ones are, answer as plain ones do."""
     BLIND[name](name).save_pretrained(tmp_path)
     wanted = texts(tmp_path)
-    own, hidden = loader.gguf.unpacked, []
+    own, hidden = loader.packing.unpacked, []
 
     def hide(model: Any) -> Any:
         for module in list(model.modules()):
@@ -207,6 +207,6 @@ def test_adapters_look_at_no_weights(name: str, tmp_path: Path, monkeypatch: pyt
                     hidden.append(child)
         return own(model)
 
-    monkeypatch.setattr(loader.gguf, "unpacked", hide)
+    monkeypatch.setattr(loader.packing, "unpacked", hide)
     monkeypatch.setattr(held, "bits_of", lambda model: 0.0)
     assert texts(tmp_path) == wanted and len(hidden) > 4

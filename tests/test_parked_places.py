@@ -18,13 +18,12 @@ from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.parked import Chain
-from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
-from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.sequence import Sizes, TokenSequence
 
 NUM_TOKENS, BLOCK, RANGE = 8, 16, 512
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""Parked prefixes of ranks that share a model: each rank has a file of each chain, and all have to read theirs."""
+"""Parked prefixes of ranks that share a model: each rank has a file of each chain, and reads its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = (600, 70)
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tiny model of a type, prompts of first and second turns, and transformers' second answers."""
+    """Return a function: a tiny model's folder, prompts of first and second turns, and the second answers."""
     root = tmp_path_factory.mktemp("parked")
 
     @cache
@@ -76,7 +76,7 @@ def test_second_turns_go_on_from_the_disks_of_two_ranks(model_type: str, chats: 
 
 @pytest.fixture
 def four(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
-    """Four R-workers that listen, with a disk each: two of each rank."""
+    """Yield four R-workers that listen, with a disk each: two of each rank."""
     with ExitStack() as stack:
         flags = [("--park-dir", str(tmp_path / name), "--park-after", "0") for name in "abcd"]
         yield [stack.enter_context(r_workers.listening(*each)) for each in flags]
@@ -110,7 +110,7 @@ CHAIN = Chain(2, (b"x" * 16,), 0)
 
 
 class FakeMember:
-    """Rank 0 of two: ``others`` are the answers of rank 1, in order. Notes what is released."""
+    """Rank 0 of two, which notes released sequences; ``others`` are the answers of rank 1, in order."""
 
     def __init__(self, others: list[Any]) -> None:
         self.others, self.released = others, list[int]()
@@ -130,7 +130,7 @@ class FakeMember:
 
 
 class FakeDisk:
-    """Gives ``answers`` in order; those that are errors are raised."""
+    """A disk that gives ``answers`` in order, and raises those that are errors."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""Parked prefixes of models with recurrent layers: the states at their ends come back from the disk with them."""
+"""Parked prefixes of models with recurrent layers return from the disk with the states at their ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = (600, 70, 33)
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tiny model of a type, prompts of first and second turns, and transformers' second answers."""
+    """Return a function: a tiny model's folder, prompts of first and second turns, and the second answers."""
     root = tmp_path_factory.mktemp("parked")
 
     @cache
@@ -65,7 +65,7 @@ def counts(llm: LLM) -> Any:
     ],
 )
 def test_second_turns_go_on_from_the_last_token_of_the_first(model_type: str, chats: Any, tmp_path: Path) -> None:
-    """One chain for each chat, whose tokens after the last full block are in it; none where no layer attends."""
+    """Each chat has one chain with the tokens after its last full block; blocks are empty where no layer attends."""
     folder, first, second, answers = chats(model_type)
     with make_llm(folder, park_dir=str(tmp_path)) as llm:
         run(llm, first)
@@ -88,7 +88,7 @@ def _head(path: Path) -> Any:
 
 
 def test_a_state_where_prompts_part_is_parked_by_itself(chats: Any, tmp_path: Path) -> None:
-    """Two chats begin alike, and a third one of the next engine goes on from where they part."""
+    """Two chats begin alike, and a third one of the next engine goes on from where they differ."""
     folder, first, _, _ = chats("lfm2")
     alike = first[0][:96]
     three = [[*alike, *each] for each in random_prompts((40, 41, 42))]
@@ -120,7 +120,7 @@ def test_a_changed_state_is_refused_and_computed_again(chats: Any, tmp_path: Pat
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
-    """Two R-workers that listen, with a disk each."""
+    """Yield two R-workers that listen, with a disk each."""
     with ExitStack() as stack:
         flags = [("--park-dir", str(tmp_path / name), "--park-after", "0") for name in "ab"]
         yield [stack.enter_context(r_workers.listening(*each)) for each in flags]

@@ -190,7 +190,7 @@ def test_an_aborted_prompt_stops_its_chain(folder: Any) -> None:
                 llm.engine.step()
             llm.engine.abort_request([f"{turn}-{number}" for number in range(8)])
             assert llm.engine.prefills is not None
-            assert llm.engine.prefills.num_under_way == 0, "they are told at once, though no step may follow"
+            assert not llm.engine.prefills.backend.jobs, "they are told at once, though no step may follow"
             assert_nothing_held(llm.engine)
             llm.engine.step()
             llm.engine.look_around()

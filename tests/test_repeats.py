@@ -61,3 +61,22 @@ def test_experts_get_enough_rows_and_the_same_results(tmp_path: Path) -> None:
         assert found.shape == wanted.shape and torch.allclose(
             found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())
         )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["two of 8 experts", "three of 30 experts"])
+def test_a_row_of_experts_has_the_same_bits_in_any_company(name: str, threads: int, tmp_path: Path) -> None:
+    """Also with several threads, each of which gets some of an expert's rows."""
+    experts = load(name, "float32", tmp_path)[0].model.model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(96, 256, generator=generator)
+    k = CONFIGS[name].num_experts_per_tok
+    weights, index = torch.randn(96, experts.num_experts, generator=generator).softmax(-1).topk(k)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = experts(rows, index, weights)
+        for count in range(1, 50):
+            assert torch.equal(experts(rows[:count], index[:count], weights[:count]), together[:count]), count
+    finally:
+        torch.set_num_threads(before)

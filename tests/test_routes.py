@@ -12,7 +12,7 @@ from doubles.labelling_worker import Kept, LabellingWorker
 from fastdecode.cluster.pool.backend import PoolBackend
 from fastdecode.cluster.pool.worker import LostWorker
 from fastdecode.core.errors import BackendError, WorkerLostError
-from fastdecode.core.routes import routes_of_spans
+from fastdecode.core.routes import is_empty, routes_of_spans
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import CONTROL, SPAN, MiniBatchRoutes, Rows, SpanMode, StepPlan, WorkerPlan
 from fastdecode.kinds import Dense
@@ -142,7 +142,7 @@ def test_routes_are_those_of_a_recount() -> None:
                 assert listed(route.kv_rows) == stored(rows, worker)
                 own = [row for row in rows if row.chunk.worker == worker and row.chunk.attends]
                 assert listed(route.o_rows) == [row.attending for row in own if not row.chunk.base]
-                assert route.is_empty == (not queries(rows, worker) + stored(rows, worker))
+                assert is_empty(route) == (not queries(rows, worker) + stored(rows, worker))
             assert_merged(routes, rows)
             num_copied_tails += sum(row.chunk.base > 0 <= row.chunk.copy for row in rows)
     assert num_copied_tails > 100

@@ -30,16 +30,15 @@ from fastdecode.cluster.wire.messages import Hello
 from fastdecode.core.errors import ConfigError, FrameError
 from fastdecode.core.held import HeldSequence, KnownTokens
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan
-from fastdecode.engine.compose.setup import profile_steps
+from fastdecode.engine.compose.timed_steps import profile_steps
 from fastdecode.engine.engine import LLMEngine
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import Stepped, read
-from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.names import Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
 from fastdecode.scheduler.prefix.cache import PrefixCache
-from fastdecode.scheduler.sequence import TokenSequence
+from fastdecode.scheduler.sequence import Sizes, TokenSequence
 
 
 def hello(follows: str = "", epoch: int = 0, name: str = "a", fingerprint: str = "first", keep: float = 60.0) -> Hello:
@@ -193,7 +192,10 @@ def test_adopted_blocks_are_counted_as_the_r_worker_does() -> None:
         ({"session": "a"}, "session: R-workers at host:port outlive an S-worker, and r_workers is inproc"),
         ({"session": ""}, "session must be a name of at most 200 characters, not ''"),
         ({"keep_session": 9.0}, "keep_session: R-workers keep sequences of the session that --session names: give one"),
-        ({"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"}, "the name that --journal gives: give one"),
+        (
+            {"keep_session": 9.0, "session": "a", "r_workers": "localhost:1"},
+            "the session that --journal names: give one",
+        ),
         ({"keep_session": -1.0}, "keep_session must be 0 to 86400 seconds, not -1.0"),
         (
             {

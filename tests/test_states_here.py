@@ -25,7 +25,7 @@ from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import CONTROL, SPAN, SpanMode, StepPlan, StepReport, Verb, WorkerPlan
-from fastdecode.engine.compose.ways import check_ways
+from fastdecode.engine.compose.setup import check_ways
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
 
@@ -189,7 +189,7 @@ def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
             {"tensor_parallel_size": 2},
             "tensor_parallel_size: states that the S-worker keeps .* belong to one process",
         ),
-        ({"state_on": "r", "state_memory": "1GiB"}, "state_memory: it is for states that the S-worker keeps"),
+        ({"state_on": "r", "state_memory": "1GiB"}, "state_memory: this memory is for states that the S-worker keeps"),
     ],
 )
 def test_what_does_not_go_with_states_here_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -58,7 +58,6 @@ _ENTRY = struct.Struct("=B8s")
 """The record that every rank sends to all others: its role, and a number that identifies its machine."""
 
 _NAMES = {Role.S_WORKER: "S-worker", Role.R_WORKER: "R-worker", Role.PREFILL_WORKER: "prefill worker"}
-_COMMANDS = {Role.R_WORKER: "fastdecode r-worker", Role.PREFILL_WORKER: "fastdecode prefill-worker"}
 _PORT_BITS = 16
 
 
@@ -109,7 +108,8 @@ class SWorkerRank(JobRanks):
 
     def _check(self, role: Role, setting: str, wanted: int | None) -> None:
         """Raise ConfigError unless ``wanted`` ranks have the role; None means at least one."""
-        found, command = len(self.of(role)), _COMMANDS[role]
+        found = len(self.of(role))
+        command = "fastdecode r-worker" if role is Role.R_WORKER else "fastdecode prefill-worker"
         if wanted is None and not found:
             raise ConfigError(f"{setting}: no rank of this job is an R-worker: {RIGHT_LINE}")
         if wanted and wanted != found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
@@ -13,16 +13,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.audit import Verdict, Wait
 from fastdecode.cluster.pool.members import PoolMembers
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
-from fastdecode.core.errors import BackendError, WorkerLostError
+from fastdecode.core.auditing import AuditQuestion
+from fastdecode.core.errors import BackendError, DamagedError, WorkerLostError
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
-from fastdecode.core.types import StepPlan, StepReport, WorkerReport
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
+from fastdecode.kinds.layout import KVLayout
 
 FAILURES = (ValueError, KeyError, WorkerLostError)
 """Errors that a ``PoolWorker`` raises: for a refused request (the first two), or for a lost R-worker."""
@@ -38,13 +42,37 @@ class PoolBackend(PoolMembers):
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
         super().__init__(workers)
         self._lost: list[int] = []
+        self._faulty: list[int] = []
+        self._suspects: dict[int, str] = {}
         self._rows: list[RoutedRows] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
+
+    @property
+    def _is_empty(self) -> bool:
+        return all(isinstance(worker, LostWorker) for worker in self.workers)
+
+    def admit(self, vacant: Sequence[int] = (), most: int | None = None) -> dict[int, RWorkerInfo]:
+        return super().admit(vacant, most) if self._newcomers or self._returns else {}
+
+    def set_audit(self, fraction: float, seed: int) -> None:
+        """Audit a ``fraction`` of all rows; 0 audits none. Call this before ``open``."""
+        if fraction > 0:
+            self.audit = optional("audit").RandomAudit(fraction, seed)
+
+    def open(self, layout: KVLayout) -> list[RWorkerInfo]:
+        infos = super().open(layout)
+        try:
+            self.audit.open(layout, infos, self._ask_audit)
+        except BaseException:
+            self._leave_unopened()
+            raise
+        return infos
 
     def begin_step(self, plan: StepPlan) -> None:
         if self.workers and self._is_empty:
             raise self._none_left("all R-workers are lost")
-        self._rows = [RoutedRows(self._layout, each) for each in plan.routes or routes_of_spans(plan.workers)]
+        routes = plan.routes or routes_of_spans(plan.workers)
+        self._rows = [RoutedRows(self._layout, each) for each in routes]
         self._step_shape = (len(self._rows), len(self._layout.layers))
         self._submitted = np.zeros(self._step_shape)
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
@@ -59,12 +87,18 @@ class PoolBackend(PoolMembers):
                     self.workers[index].begun()
                 except FAILURES as error:
                     self._failed(index, "the step's plan", error)
+            self._blame(Verdict(*each) for each in self._suspects.items())
+            self._suspects.clear()
+            if self.audit.is_on:
+                self.audit.begin(plan, routes)
         except BaseException:
             self.abandon_step()
             raise
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self._submitted[mini_batch, layer] = time.perf_counter()
+        if self.audit.is_on:
+            self.audit.sent(mini_batch, layer, q)
         for index, arrays in self._rows[mini_batch].scatter(layer, q, k, v):
             try:
                 self.workers[index].submit(mini_batch, layer, arrays)
@@ -92,12 +126,18 @@ class PoolBackend(PoolMembers):
                 self.workers[index].share(mini_batch, rows.layer, counts)
             except FAILURES as error:
                 self._failed(index, "what its ranges pick", error)
+        if self.audit.is_on:
+            self.audit.arrived(mini_batch, rows, o)
         return o
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
+        self.audit.settle()
         return weigh_rows(self._layout, rows, queries, self._ask_to_weigh)
 
     def end_step(self) -> StepReport:
+        before = self.audit.num_rows
+        verdicts = self.audit.verdicts() if self.audit.is_on else []
+        self._blame(verdicts)
         for index in range(len(self.workers)):
             try:
                 self.workers[index].end_step()
@@ -105,10 +145,13 @@ class PoolBackend(PoolMembers):
                 self._failed(index, "the end of the step", error)
         reports = tuple(self._report(index) for index in range(len(self.workers)))
         lost, self._lost = tuple(self._lost), []
+        faulty, self._faulty = tuple(self._faulty), []
         leaving = tuple(index for index, report in enumerate(reports) if report.leaving)
-        return StepReport(reports, lost, leaving)
+        is_doubtful = bool(faulty or verdicts)
+        return StepReport(reports, lost, leaving, faulty, is_doubtful, self.audit.num_rows - before)
 
     def abandon_step(self) -> None:
+        self.audit.abandon()
         for worker in self.workers:
             worker.abandon_step()
 
@@ -130,8 +173,24 @@ class PoolBackend(PoolMembers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
         try:
             yield self.workers[index]
+        except DamagedError as error:
+            self._suspects.setdefault(index, str(error))
+            raise
         except (ValueError, KeyError) as error:
             raise _refusal(self.workers[index], f"to {what} a sequence", error) from error
+
+    def _ask_audit(self, index: int, asked: Sequence[AuditQuestion]) -> Wait:
+        """Send the questions of an audit to R-worker ``index``; see ``Ask``."""
+        wait = self._unless_lost(index, methodcaller("audit", asked))
+        return lambda: self._unless_lost(index, lambda worker: wait()) if wait else None
+
+    def _blame(self, verdicts: Iterable[Verdict]) -> None:
+        """Continue without the R-workers that ``verdicts`` name; their hosts may not come back."""
+        for worker, reason in verdicts:
+            if worker < 0:
+                logger.error("an audit names no R-worker: %s; running sequences are computed again", reason)
+            elif not isinstance(self.workers[worker], LostWorker):
+                self._failed(worker, "an audit", DamagedError(f"R-worker {self.workers[worker].name}: {reason}"))
 
     def _ask_to_weigh(self, asked: Sequence[Weighing]) -> list[np.ndarray | None]:
         """Send each question to its R-worker; return the answers in order, None for a lost R-worker."""
@@ -150,7 +209,7 @@ class PoolBackend(PoolMembers):
         try:
             return ask(self.workers[index])
         except FAILURES as error:
-            self._failed(index, "to weigh attention", error)
+            self._failed(index, "a question", error)
             return None
 
     def _is_ready(self, index: int, mini_batch: int) -> bool:
@@ -171,7 +230,15 @@ class PoolBackend(PoolMembers):
         gone = self.workers[index]
         self.give_up(index)
         self._lost.append(index)
-        self._expect(gone)
+        if isinstance(error, DamagedError):
+            self._faulty.append(index)
+            self.exclude(gone.name)
+            logger.error(
+                "R-worker %s is at fault and is not used any more: check its host. All running sequences are computed "
+                "again. Prefixes that were parked since it came may be wrong: fastdecode cache drop", gone.name,
+            )  # fmt: skip
+        else:
+            self._expect(gone, self._is_empty)
         if self._is_empty:
             raise self._none_left(f"{error}, and no other R-worker is left") from error
         logger.warning("%s; its sequences continue from second copies, or are computed again on the others", error)

@@ -19,6 +19,7 @@ from fastdecode.core.errors import (
     BackendError,
     BusyError,
     CapacityError,
+    DamagedError,
     FrameError,
     SupersededError,
     WorkerLostError,
@@ -102,8 +103,8 @@ class Calls:
             with self.losses:
                 error, message = decode_refusal(self.body(frame, MAX_JSON_BYTES))
             refusal = _refusal(self.name, error, message)
-            if isinstance(refusal, SupersededError):
-                self.lost = str(refusal)  # the R-worker has ended the session
+            if isinstance(refusal, SupersededError | DamagedError):
+                self.lost = str(refusal)  # no answer of this R-worker counts any more
             if self.lost or not discard:
                 raise refusal
         return frame
@@ -171,6 +172,8 @@ def _refusal(name: str, error: str, message: str) -> Exception:
         return BusyError(f"R-worker {name} refused: {message}")
     if error == "superseded":
         return SupersededError(f"R-worker {name}: {message}")
+    if error == "damaged":
+        return DamagedError(f"R-worker {name}: {message}")
     if error == "refused":
         return ValueError(message)
     return BackendError(f"R-worker {name} refused: {message}")

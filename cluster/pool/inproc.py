@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.pool.backend import PoolBackend
-from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.worker import PoolWorker
+from fastdecode.cluster.r_worker.audits import audited, check_memory
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, end_step, make_rworker, open_kv_port, weigh
-from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
-from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.machine import host_id
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import KvAddress, RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
 class InprocWorker(PoolWorker):
@@ -50,10 +48,10 @@ class InprocWorker(PoolWorker):
         ``security``: for this worker's KV port. ``park``: the folder for its parked prefixes; None for no parking.
         """
         self.name = name
-        self._park = ParkDirectory(park) if park else None
-        self._parker: Parker | None = None
+        self._park = optional("park directory").ParkDirectory(park) if park else None
+        self._parker: Any = None
         self._security = security or Security()
-        self._kv_port: KvPort | None = None
+        self._kv_port: Any = None
         self._size, self._block_size, self._own_cores = size, block_size, own_cores
         self._waits_working = waits_working
         self._postponed: tuple | None = None
@@ -62,13 +60,14 @@ class InprocWorker(PoolWorker):
         self._in_step = False
 
     def open(self, layout: KVLayout) -> None:
+        self._layout = layout
         self._worker = make_rworker(layout, self._block_size, self._size)
         for layer, first, rows in layout.weight_parts():
             self._worker.set_weights(layer, first, rows)
         if layout.kv_port:
             self._kv_port = open_kv_port(self._worker, layout, self._security)
         if self._park:
-            self._parker = Parker(self._worker, self._park, layout)
+            self._parker = optional("parking").Parker(self._worker, self._park, layout)
 
     def opened(self) -> RWorkerInfo:
         worker = self._open
@@ -110,6 +109,10 @@ class InprocWorker(PoolWorker):
         found = weigh(self._open, asked)
         return lambda: found
 
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        found = audited(self._open, self._layout, asked)
+        return lambda: found
+
     def ended(self) -> WorkerReport:
         report = end_step(self._open)
         self._in_step = False
@@ -122,6 +125,7 @@ class InprocWorker(PoolWorker):
             self._open.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
+        check_memory(self._open, sequence_id, -1)
         return self._open.export(sequence_id, start, num_tokens)
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:

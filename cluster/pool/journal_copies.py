@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.remote_stores import RemoteJournal
 from fastdecode.cluster.wire.leases import MOST_JOURNAL_BYTES
 from fastdecode.core.errors import WorkerLostError, interrupts_deferred
 

@@ -6,13 +6,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fastdecode.cluster.pool.audit import Audit
 from fastdecode.cluster.pool.newcomers import Newcomers, Returns
-from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper, StatePair
-from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
+from fastdecode.cluster.pool.worker import Joined, LostWorker, PoolWorker
 from fastdecode.cluster.pool.worker_info import Arithmetic
 from fastdecode.core.errors import NoRWorkerError, WorkerLostError
+from fastdecode.core.optional import optional
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.kinds.layout import KVLayout
 
@@ -40,9 +41,12 @@ class PoolMembers:
         self._returns: Returns | None = None
         self._arithmetic = Arithmetic()
         self._layout = self._told = KVLayout((), "float32", "float32")
-        self._keeper: StateKeeper | None = None
-        self._parts: LayerParts | None = None
+        self._keeper: Any = None
+        self._parts: Any = None
         self._blocks: dict[int, tuple[int, int]] = {}
+        self.audit = Audit()
+        self._hosts: dict[str, str] = {}
+        self._excluded: set[str] = set()
         self._step_shape = (0, 0)
 
     def accept_joins(self, listener: JoinListener) -> None:
@@ -53,15 +57,15 @@ class PoolMembers:
         """Reconnect to lost R-workers that can return, from now on. Call this before ``open``."""
         self._takes_back = True
 
-    def keep_states(self, keeper: StateKeeper) -> None:
-        """Let ``keeper`` keep recurrent states in this process, one cache per R-worker. Call this before ``open``."""
+    def keep_states(self, keeper: Any) -> None:
+        """Let ``keeper``, a ``StateKeeper``, keep recurrent states in this process. Call this before ``open``."""
         self._keeper = keeper
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         self._layout = self._told = layout
         self._step_shape = (0, len(layout.layers))
         if self._keeper:
-            self._parts = LayerParts.of(layout)
+            self._parts = optional("state pairs").LayerParts.of(layout)
             self._told = self._parts.attention
         try:
             infos = self._open_all(self._told)
@@ -72,12 +76,19 @@ class PoolMembers:
             raise
         self._blocks = {index: (info.num_blocks, info.num_blocks) for index, info in enumerate(infos)}
         self._arithmetic.add(infos)
+        self._hosts = {info.name: info.host for info in infos}
         if self._newcomers:
             self._newcomers.open(self._told)
         return infos
 
+    def exclude(self, name: str) -> None:
+        """Let neither the faulty R-worker ``name`` nor another one of its host join again."""
+        self._excluded |= {name, self._hosts.get(name, "") or name}
+        if self._newcomers:
+            self._newcomers.exclude(name)
+
     def _with_states(self, worker: PoolWorker, info: RWorkerInfo) -> tuple[PoolWorker, RWorkerInfo]:
-        """Return ``worker`` and ``info``; or, if states are kept in this process, their pair and its description."""
+        """Return ``worker`` and its ``info``, joined with this process's keeper of recurrent states if there is one."""
         if not self._keeper or not self._parts:
             return worker, info
         return self._keeper.pair(worker, info, self._parts)
@@ -114,10 +125,10 @@ class PoolMembers:
         """Return whether ``open`` continues without a lost ``worker``, since it may return."""
         return self._takes_back and self._anew(worker, False) is not None
 
-    def _expect(self, gone: PoolWorker) -> None:
-        """Try to open the lost worker ``gone`` again in the background, if it can return."""
-        gone = gone.r_worker if isinstance(gone, StatePair) else gone
-        if self._takes_back and (make := self._anew(gone, self._is_empty)):
+    def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
+        """Try to open the lost worker ``gone`` again in the background, if it can return. ``is_last``: none is left."""
+        gone = getattr(gone, "r_worker", gone)  # of a ``StatePair``
+        if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)
 
@@ -133,16 +144,32 @@ class PoolMembers:
             found += self._newcomers.take(most)
         if not found:
             return {}
-        infos = {}
-        for number, joined in enumerate(found):
-            index = vacant[number] if number < len(vacant) else len(self.workers)
+        infos: dict[int, RWorkerInfo] = {}
+        for joined in found:
+            if not self._may_enter(joined):
+                continue
+            index = vacant[len(infos)] if len(infos) < len(vacant) else len(self.workers)
             worker, info = self._with_states(joined.worker, joined.info)
             self.workers[index : index + 1] = [worker]
             self._blocks[index] = (info.num_blocks,) * 2
             self.joined.append(info.name)
+            self._hosts[info.name] = info.host
             infos[index] = info
         self._arithmetic.add(list(infos.values()))
         return infos
+
+    def _may_enter(self, joined: Joined) -> bool:
+        """Return whether ``joined`` may enter the pool; else end its session, and let it not ask again."""
+        name, host = joined.info.name, joined.info.host
+        is_excluded = bool(self._excluded & {name, host})
+        if is_excluded:
+            logger.error("R-worker %s may not join: an audit found its host at fault", name)
+        if not is_excluded and self.audit.admits(joined):
+            return True
+        joined.worker.close()
+        if self._newcomers:
+            self._newcomers.exclude(name)
+        return False
 
     def dismiss(self, worker: int) -> None:
         name = self._replace(worker)
@@ -172,16 +199,13 @@ class PoolMembers:
                 each.close()
         for worker in self.workers:
             worker.close()
+        self.audit.close()
         self.workers = []
 
     @property
     def blocks_used(self) -> int:
         """Number of cache blocks in use on all R-workers together at the end of the last step."""
         return sum(num_blocks - free for num_blocks, free in self._blocks.values())
-
-    @property
-    def _is_empty(self) -> bool:
-        return all(isinstance(worker, LostWorker) for worker in self.workers)
 
     def _none_left(self, message: str) -> WorkerLostError:
         """Return the error for a pool without R-workers: a NoRWorkerError if another may join or return."""

@@ -114,6 +114,10 @@ class Newcomers:
         if not has_asked:
             self._listener.dismissed(name)
 
+    def exclude(self, name: str) -> None:
+        """Ignore the R-worker ``name`` from now on, while it keeps asking to join."""
+        self._listener.dismissed(name)
+
     def close(self) -> None:
         """Close the listener and the waiting R-workers; may be called twice."""
         self._listener.close()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.pool.audit import audit_by
 from fastdecode.cluster.pool.calls import TICK_SECONDS, Calls
-from fastdecode.cluster.pool.disks import Disk, RemoteDisk
-from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.remote_stores import Disk, RemoteDisk, RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.weighing import weigh_by
 from fastdecode.cluster.pool.worker import PoolWorker
@@ -34,6 +34,7 @@ from fastdecode.cluster.wire.messages import (
     fingerprint,
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_report, encode_plan, row_counts
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.errors import (
     BackendError,
     BusyError,
@@ -112,7 +113,7 @@ class RemoteWorker(PoolWorker):
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         if self._lease and self.link and not self._lease.waits:
             self.link.begin_beats()
-        self._send_weights()
+        _send_weights(self.calls, self._layout)
         self._offset_seconds = clock_offset(self.calls.ping)
         info = worker_info(self.name, self._layout, self._block_size, welcome)
         self._journal.host = info.host
@@ -135,13 +136,6 @@ class RemoteWorker(PoolWorker):
             self.close()
             time.sleep(retry_seconds)
             self.open(self._layout)
-
-    def _send_weights(self) -> None:
-        """Send the K and V projections of latent layers to the R-worker if it multiplies with them, piece by piece."""
-        for layer, first, rows in self._layout.weight_parts():
-            with self.calls.losses as link:
-                link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
-            self.calls.answer(Kind.READY)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """Adopt the lease's epoch from ``welcome``; return the sequences that the R-worker kept of the last session."""
@@ -195,6 +189,10 @@ class RemoteWorker(PoolWorker):
     @interrupts_deferred()
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
         return weigh_by(self.calls, self._layout, asked)
+
+    @interrupts_deferred()
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        return audit_by(self.calls, self._layout, asked)
 
     @interrupts_deferred()
     def end_step(self) -> None:
@@ -282,3 +280,11 @@ class RemoteWorker(PoolWorker):
             link.load(frame, arrays)
         del self._outputs[frame.mini_batch]
         return True
+
+
+def _send_weights(calls: Calls, layout: KVLayout) -> None:
+    """Send the K and V projections of latent layers to an R-worker if it multiplies with them, piece by piece."""
+    for layer, first, rows in layout.weight_parts():
+        with calls.losses as link:
+            link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)
+        calls.answer(Kind.READY)

@@ -5,6 +5,7 @@ Each R-worker gets its part of q, k, v; o is filled and merged; transfer times a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.core.routes import is_empty
 from fastdecode.core.types import Merge, MiniBatchRoutes, Rows
 from fastdecode.kinds import Layer
 from fastdecode.kinds.attending import Attending
@@ -43,7 +45,7 @@ class RoutedRows:
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
-        self.busy = [worker for worker, route in enumerate(routes.workers) if not route.is_empty]
+        self.busy = [worker for worker, route in enumerate(routes.workers) if not is_empty(route)]
         self.layer: int | None = None
         self._layout, self._routes = layout, routes.workers
         self._set_merge(routes.merge)
@@ -58,7 +60,7 @@ class RoutedRows:
         q, k, v are as in ``AttentionBackend.submit``.
         """
         spec, self.layer = self._layout.layers[layer], layer
-        shapes = spec.row_shapes[3], spec.partial_shape
+        shapes = _output_shapes(spec)
         if shapes not in self._shares:
             self._shares[shapes] = self._make_shares(len(q), *shapes)
         self._o, shares = self._shares[shapes]
@@ -136,10 +138,17 @@ class RoutedRows:
             self._taken[key] = np.empty(shape, array.dtype)
         return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # "clip" writes to ``out`` directly
 
+    def partials_of(self, worker: int) -> np.ndarray:
+        """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
+        if self._spec is None:
+            raise ValueError("no layer was scattered")
+        return self._partials(self._spec)[worker]
+
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
-        found = [np.zeros((0, *spec.partial_shape), np.float32)] * len(self._routes)
-        for share in self._shares[spec.row_shapes[3], spec.partial_shape][1]:
+        shapes = _output_shapes(spec)
+        found = [np.zeros((0, *shapes[1]), np.float32)] * len(self._routes)
+        for share in self._shares[shapes][1]:
             if share.partials is not None:
                 found[share.worker] = share.partials
         return found
@@ -169,3 +178,9 @@ def transfer_seconds(
         return there
     seen = ran & (arrived > 0)
     return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
+
+
+@functools.lru_cache(1024)
+def _output_shapes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a row of o and of partial results."""
+    return layer.row_shapes[3], layer.partial_shape

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.pool.remote_journal import RemoteJournal
+from fastdecode.cluster.pool.remote_stores import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
 from fastdecode.cluster.pool.state_files import StateFiles
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, make_rworker
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.held import HeldSequence
 from fastdecode.core.state_room import COUNTED_BLOCKS
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan, WorkerReport
@@ -173,6 +174,9 @@ class StatePair(PoolWorker):
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
         layers = tuple(self._parts.places[layer][1] for layer in asked.layers)
         return self.r_worker.weigh(replace(asked, layers=layers))
+
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        return self.r_worker.audit([replace(each, layer=self._parts.places[each.layer][1]) for each in asked])
 
     def end_step(self) -> None:
         self.r_worker.end_step()

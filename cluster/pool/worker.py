@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode.cluster.pool.disks import Disk
+from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.pool.remote_journal import RemoteJournal
+    from fastdecode.cluster.pool.remote_stores import RemoteJournal
 
 
 class PoolWorker:
@@ -68,6 +69,13 @@ class PoolWorker:
         """Ask for a query's attention weight per block of tokens, after the last layer of the step.
 
         Return a function that waits for the answer: float32, weights [num_blocks], or norms [1, heads, 2].
+        """
+        raise NotImplementedError
+
+    def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+        """Ask about rows of the open step, after its last layer; return a function that waits for the answers.
+
+        Before the first step, ask without questions: the R-worker then keeps checksums of full blocks.
         """
         raise NotImplementedError
 

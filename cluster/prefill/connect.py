@@ -18,14 +18,12 @@ from fastdecode.cluster.links.tcp import connect
 from fastdecode.cluster.prefill.client import PrefillClient
 from fastdecode.cluster.prefill.pool import PrefillPool
 from fastdecode.cluster.wire.handshake import Security
+from fastdecode.cluster.wire.messages import ANSWER
 from fastdecode.core.errors import BackendError
 from fastdecode.core.parent import parent_flags
 
 if TYPE_CHECKING:
     from fastdecode.cluster.links.mpi_job import SWorkerRank
-
-ANSWER = "fastdecode prefill-worker: "
-"""The beginning of the line in which a started prefill worker prints its address."""
 
 
 def listening_workers(addresses: Sequence[str], security: Security) -> PrefillPool:

@@ -202,10 +202,10 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
 
 
 def _check_places(prompt: Prompt) -> None:
-    """Raise FrameError for a prefix or stores with gaps, a repeated place, or a malformed address."""
+    """Raise FrameError if the ranges to read or to store have gaps, repeat a port, or name a malformed address."""
     placed = (*prompt.stores, *prompt.prefix)
     if any(each.start >= each.end for each in placed):
-        raise FrameError("PROMPT: a range of a place is empty")
+        raise FrameError("PROMPT: a range of tokens to store or to read is empty")
     ports = [(place.address, place.epoch, each.ticket) for each in prompt.stores for place in each.places]
     if len(set(ports)) < len(ports):
         raise FrameError("PROMPT: two ranges are stored under one ticket")

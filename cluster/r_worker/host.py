@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from fastdecode import _rworker
-from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.audits import check_forks
 from fastdecode.cluster.r_worker.tuning import READ_BYTES, Tuning, forced_isa, tuning
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.core.errors import BackendError, CapacityError, ConfigError
@@ -27,13 +27,11 @@ from fastdecode.core.machine import (
     total_memory_bytes,
     usable_cores,
 )
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import ParkPlace
 from fastdecode.core.types import WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds.layout import KVLayout
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,25 @@ class RWorkerSize:
 
 @dataclass(frozen=True)
 class Host:
-    """An R-worker's resources: memory, threads, read bandwidth, machine, cores, and a disk for parking if any."""
+    """An R-worker's resources: memory, threads, read bandwidth, machine, cores, and a disk for parking if any.
+
+    ``faults``: faults of the host that tests inject.
+    """
 
     size: RWorkerSize
     tuning: Tuning
     read_gb_per_s: float
     host_id: str
     cores: tuple[int, ...]
-    park: ParkDirectory | None = None
+    park: Any = None
+    faults: Any = None
+
+    def make(self, layout: KVLayout, block_size: int) -> _rworker.RWorker:
+        """Return a C++ R-worker in this host's memory, with the host's faults: see ``make_rworker``."""
+        worker = make_rworker(layout, block_size, self.size)
+        if self.faults is None:
+            return worker
+        return optional("faults").FaultyRWorker(worker, self.faults, layout.audited_layers)
 
     def close(self) -> None:
         """Release the disk for another R-worker; may be called twice."""
@@ -94,7 +103,8 @@ def take_host(
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
-    return Host(size, tuned, bandwidth, host_id(), bound, ParkDirectory(park) if park else None)
+    directory = optional("park directory").ParkDirectory(park) if park else None
+    return Host(size, tuned, bandwidth, host_id(), bound, directory)
 
 
 @cache
@@ -195,7 +205,11 @@ def block_bytes(layout: KVLayout, block_size: int) -> int:
 
 
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
-    """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible."""
+    """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible.
+
+    Raise DamagedError if it would share blocks that differ from their checksums.
+    """
+    check_forks(worker, plan.controls)
     worker.begin_step(_columns(plan.controls), [_columns(spans) for spans in plan.mini_batches])
 
 
@@ -245,14 +259,9 @@ def _ranges(cores: list[int] | tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> KvPort:
-    """Open a KV port; see ``KvPort``. Raise ValueError if it cannot be opened.
-
-    The import is here, since most R-workers need no ZeroMQ.
-    """
-    from fastdecode.cluster.r_worker.kv_port import KvPort
-
+def open_kv_port(worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> Any:
+    """Open a KV port; see ``KvPort``. Raise ValueError if it cannot be opened."""
     try:
-        return KvPort(worker, layout, security, host)
+        return optional("KV port").KvPort(worker, layout, security, host)
     except OSError as error:
         raise ValueError(f"kv_port: {error.strerror}") from None

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import Link
+from fastdecode.cluster.r_worker.audits import check_memory
 from fastdecode.cluster.r_worker.host import block_bytes
 from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.messages import ALL_TOKENS, CHUNK_BYTES, EXPORT, IMPORT, NUM_BYTES
@@ -47,6 +48,7 @@ class MoveDoor:
 
     def _export(self, frame: Frame) -> None:
         sequence_id, start, num_tokens = self._numbers(frame, EXPORT)
+        check_memory(self._worker, sequence_id, -1)
         data = self._worker.export(sequence_id, start, None if num_tokens == ALL_TOKENS else num_tokens)
         self._link.send(Kind.EXPORTED, NUM_BYTES.pack(data.nbytes))
         for start in range(0, data.nbytes, CHUNK_BYTES):

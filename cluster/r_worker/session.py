@@ -7,16 +7,16 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.links.link import TICK_SECONDS, Link, Spin
-from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, make_rworker, open_kv_port
+from fastdecode.cluster.r_worker.audits import AuditDoor
+from fastdecode.cluster.r_worker.host import Host, begin_step, end_step, open_kv_port
 from fastdecode.cluster.r_worker.lease import Lease, LeaseError, held_by
 from fastdecode.cluster.r_worker.move_door import MoveDoor
-from fastdecode.cluster.r_worker.parking.door import ParkDoor
 from fastdecode.cluster.r_worker.session_journal import JournalDoor
 from fastdecode.cluster.r_worker.vitals import Vitals
 from fastdecode.cluster.r_worker.weigh_door import WeighDoor
@@ -36,11 +36,9 @@ from fastdecode.cluster.wire.messages import (
 )
 from fastdecode.cluster.wire.payload import PayloadSlots, decode_plan, encode_report, row_counts
 from fastdecode.core.dtypes import WIRE_DTYPE
-from fastdecode.core.errors import CapacityError, FrameError
+from fastdecode.core.errors import CapacityError, DamagedError, FrameError
+from fastdecode.core.optional import optional
 from fastdecode.kinds.latent import FRAME_BYTES
-
-if TYPE_CHECKING:
-    from fastdecode.cluster.r_worker.kv_port import KvPort
 
 log = logging.getLogger("fastdecode.r_worker")
 
@@ -69,8 +67,8 @@ class Session:
         self.leaving = False
         self._vitals, self._lease = vitals or Vitals(), lease or Lease()
         self._security, self._listens_at = security or Security(), listens_at
-        self._kv_port: KvPort | None = None
-        self._park_door: ParkDoor | None = None
+        self._kv_port: Any = None
+        self._park_door: Any = None
         self._link, self._host, self._on_open = link, host, on_open
         self._idle_seconds = 0.0
         self._heard = time.monotonic()
@@ -147,6 +145,8 @@ class Session:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))
+        except DamagedError as error:
+            self._refuse("damaged", str(error))
         except FrameError as error:
             self._refuse("frame", str(error))
         except (CapacityError, MemoryError) as error:
@@ -174,7 +174,7 @@ class Session:
 
     def _open(self, frame: Frame) -> None:
         hello = decode_hello(self._link.body(frame, MAX_HELLO_BYTES))
-        worker = self._lease.open(hello, lambda: make_rworker(hello.layout, hello.block_size, self._host.size))
+        worker = self._lease.open(hello, lambda: self._host.make(hello.layout, hello.block_size))
         if hello.layout.kv_port:
             self._kv_port = open_kv_port(worker, hello.layout, self._security, self._listens_at)
         self._on_open(hello)
@@ -183,11 +183,12 @@ class Session:
         self._handlers |= self._move_door.handlers
         park = self._host.park
         if park:
-            self._park_door = ParkDoor(self._link, worker, park, hello.layout, self._vitals)
+            self._park_door = optional("park door").ParkDoor(self._link, worker, park, hello.layout, self._vitals)
             self._handlers |= self._park_door.handlers
         if hello.lease and hello.lease.keep_seconds:
             self._handlers |= JournalDoor(self._link, self._lease.journal).handlers
         self._handlers |= WeighDoor(self._link, worker, hello.layout).handlers
+        self._handlers |= AuditDoor(self._link, worker, hello.layout).handlers
         self._vitals.opened(worker.num_blocks)
         self._link.epoch = secrets.randbits(63) + 1
         welcome = Welcome(

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from fastdecode.core.errors import FrameError
 
 MAGIC = b"FDRW"
-VERSION = 30
+VERSION = 31
 HEADER = struct.Struct("<4sHHQQII3Q")
 
 FRAME_LIMIT = 1 << 28
@@ -76,6 +76,8 @@ class Kind(IntEnum):
     RECALLED = 44  # from the R-worker: the journal
     WEIGH = 45  # from the S-worker, after a step's last layer: a row (int64); its q by layer; max and sum of scores
     WEIGHED = 46  # from the R-worker: attention weight of each block of tokens, or max and sum of scores (float32)
+    AUDIT = 47  # from the S-worker, after a step's last layer: questions about rows (int64), and their q
+    AUDITED = 48  # from the R-worker: whether blocks differ from checksums (uint8); o, partial results, or k and v
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ CLOCK = struct.Struct("<d")
 R_WORKER, PREFILL_WORKER = "r-worker", "prefill-worker"
 """Kinds of workers that send JOIN."""
 
+ANSWER = "fastdecode prefill-worker: "
+"""The beginning of the line in which a started prefill worker prints its address."""
+
 
 def _one_of(choices: Iterable[str]) -> Meta:
     return Meta(pattern=f"^({'|'.join(choices)})$")
@@ -194,7 +197,7 @@ def encode_refusal(error: str, message: str) -> bytes:
     """Return a refusal.
 
     ``error``: "capacity" (too little memory), "busy" (serving another), "superseded" (by another S-worker of its
-    session), "key", "frame" or "refused" (any other).
+    session), "damaged" (its memory has changed), "key", "frame" or "refused" (any other).
     """
     return encode_json(_Refusal(error, printable(message[:MAX_TEXT])))
 

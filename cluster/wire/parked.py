@@ -55,7 +55,7 @@ def encode_park(patience_ms: int, sequence_id: int, chain: Chain, superseded: Se
 
 
 def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Chain, tuple[bytes, ...]]:
-    """Return patience, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
+    """Return the time limit in ms, sequence id, chain and names. Raise FrameError unless they fill ``data``."""
     patience_ms, sequence_id, num_blocks, rest, num_names = _start("PARK", _PARK, data)
     _check_patience("PARK", patience_ms)
     if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= rest < block_size or not 0 <= num_names <= len(data):
@@ -66,7 +66,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
 
 
 def decode_wake(data: bytes | bytearray) -> tuple[int, int, int, bytes]:
-    """Return patience, sequence id, blocks and name. Raise FrameError unless they fill ``data``."""
+    """Return time limit in ms, sequence id, number of blocks and name. Raise FrameError unless they fill ``data``."""
     if len(data) != WAKE.size:
         raise FrameError(f"WAKE: {len(data)} bytes, not {WAKE.size}")
     patience_ms, sequence_id, num_blocks, name = WAKE.unpack(data)

@@ -5,6 +5,7 @@ One piece of memory has the places of q, k, v, o and partial results of every mi
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -149,6 +150,7 @@ def _tail_rows(spans: np.ndarray) -> int:
     return sum(rows * len(node_widths(end)) for rows, end in zip(tails["num_rows"].tolist(), ends, strict=True))
 
 
+@functools.lru_cache(1024)
 def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
     """Return the shapes of a row of q, k, v, o and partial results."""
     return *layer.row_shapes, layer.partial_shape
@@ -156,8 +158,7 @@ def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
 
 def _shapes(layer: Layer, rows: RowCounts) -> list[tuple[int, int, int]]:
     counts = (rows.queries, rows.stored, rows.stored, rows.outputs)
-    shapes = [(count, *shape) for count, shape in zip(counts, layer.row_shapes, strict=True)]
-    return [*shapes, (rows.partials, *layer.partial_shape)]
+    return [(count, *shape) for count, shape in zip((*counts, rows.partials), _shapes_of(layer), strict=True)]
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:
@@ -174,7 +175,7 @@ def decode_plan(data: bytes | bytearray) -> WorkerPlan:
     num_controls, num_mini_batches = _COUNTS.unpack_from(data)
     max_mini_batches = 1024
     if num_mini_batches > max_mini_batches or len(data) < _COUNTS.size + 8 * num_mini_batches:
-        raise FrameError(f"PLAN: {num_mini_batches} mini-batches in {len(data)} bytes")
+        raise FrameError(f"PLAN: {num_mini_batches} mini-batches do not fit {len(data)} bytes")
     counts = np.frombuffer(data, "<u8", num_mini_batches, _COUNTS.size).tolist()
     start = _COUNTS.size + 8 * num_mini_batches
     wanted = start + num_controls * CONTROL.itemsize + sum(counts) * SPAN.itemsize

@@ -29,6 +29,8 @@ class EngineConfig(EngineSettings):
         for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0), ("keep_session", 0.0)):
             if not least <= getattr(self, name) <= MOST_SECONDS:
                 raise ConfigError(f"{name} must be {least:g} to {MOST_SECONDS} seconds, not {getattr(self, name)!r}")
+        if not 0 <= self.audit <= 1:
+            raise ConfigError(f"audit must be 0 to 1, the share of rows to audit, such as 0.01, not {self.audit!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

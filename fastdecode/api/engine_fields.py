@@ -246,6 +246,11 @@ class EngineFields:
         "auto", "instruction set that all R-workers use, so that results do not depend on the R-worker", WORKERS,
         choices=("auto", *ISAS), unset="auto: the fastest of each R-worker",
     )  # fmt: skip
+    audit: float = setting(
+        0.0, "share of the rows of attention that are computed again elsewhere and compared bit for bit, such as 0.01: "
+            "an R-worker that computes wrong, or whose memory changes, is named and dropped", WORKERS,
+        metavar="FRACTION", unset="0: none",
+    )  # fmt: skip
     journal: str | None = setting(
         None, "folder that records requests and tokens, so that a later engine with the same folder "
             "continues requests that clients send again; r-workers: the memory of two R-workers, "

@@ -104,6 +104,11 @@ class EngineSettings(EngineFields):
         return given
 
     @property
+    def s_thread_count(self) -> int:
+        """Number of threads for the S-worker's matrix products; by default one per core."""
+        return self.s_threads or len(self.s_core_list or usable_cores())
+
+    @property
     def r_core_list(self) -> list[int] | None:
         """Core numbers to which the R-workers are pinned; None if they are not pinned."""
         return parse_cores("r_cores", self.r_cores)

@@ -57,8 +57,7 @@ class Completion:
         ends = token in eos_token_ids and not params.ignore_eos
         stopped = token in (params.stop_token_ids or ())
         hidden = (ends or stopped) and not params.include_stop_str_in_output
-        may_stop = len(tokens) >= params.min_tokens
-        string = self.text.push(token, may_stop) if self.text and not hidden else None
+        string = self.text.push(token, len(tokens) >= params.min_tokens) if self.text and not hidden else None
         if self.text:
             self.text_ends.append(self.text.num_visible())
         if ends:
@@ -293,6 +292,9 @@ class InFlight:
 
         A sequence with draft tokens has one completion, and one additional input per draft token.
         """
+        request, completion = self._growing[sequence_id]
+        if not completion.sequence.siblings and not draft_token_ids:
+            return [request.sampling_row(completion)]
         request, completions = self.family(sequence_id)
-        rows = [request.sampling_row(completion) for completion in completions]
+        rows = [request.sampling_row(each) for each in completions]
         return [*rows, *request.draft_rows(completions[0], draft_token_ids)] if draft_token_ids else rows

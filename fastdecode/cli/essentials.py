@@ -17,9 +17,6 @@ _MODEL = ("model", "dtype", "max_model_len")
 _CACHE = ("kv_cache_memory", "kv_cache_dtype", "r_workers")
 _LENGTHS = ("random_input_len", "random_output_len", "num_prompts", "request_rate")
 
-MOST_SHOWN = 15
-"""Most flags that a command's ``--help`` lists, including ``--help`` and ``--help-all``."""
-
 ESSENTIAL = {
     "generate": ("max_tokens", "temperature", "top_p", "stop", "n", "chat", "json", *_MODEL, *_CACHE),
     "serve": (

@@ -27,6 +27,7 @@ from fastdecode.cli.parser import add_switch
 from fastdecode.cli.vllm_flags import HIDDEN, add_foreign_flags, add_shortcuts, flag_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.machine import mend_binding, usable_cores
+from fastdecode.core.optional import optional
 from fastdecode.engine.compose.backends import prepare
 
 logger = logging.getLogger(__name__)
@@ -104,16 +105,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     names = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in as_ours(vars(args)).items() if name in names})
     if config.profile:
-        from fastdecode.perfmodel.profile_json import load_profile
-
-        load_profile(config.profile)  # refuses a broken profile before the model is loaded
+        optional("profile").load_profile(config.profile)  # refuses a broken profile before the model is loaded
     if config.tensor_parallel_size > 1:
-        from fastdecode.tensor_parallel.rank_place import find_place
-
-        if (place := find_place(config.tensor_parallel_size)) and place.index:
-            from fastdecode.tensor_parallel.ranks import serve
-
-            serve(config, place)
+        place = optional("rank place").find_place(config.tensor_parallel_size)
+        if place and place.index:
+            optional("ranks").serve(config, place)
     prepare(config)
     if config.r_worker_spec.kind == "tcp" or config.pool_listen:
         where = f"that join at {config.pool_listen}" if config.pool_listen else f"at {config.r_workers}"

@@ -130,6 +130,11 @@ def _show_essential(name: str, parser: Parser) -> None:
     """Make ``--help`` of command ``name`` show only its essential flags, or all flags if they are few."""
     if parser._subparsers is None:
         parser.show(ESSENTIAL.get(name) or parser.visible())
+        return
+    for group in parser._subparsers._group_actions:
+        for action, nested in dict(group.choices or {}).items():
+            if not nested.essential:
+                _show_essential(f"{name} {action}", nested)
 
 
 def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) -> None:

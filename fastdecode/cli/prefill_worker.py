@@ -25,10 +25,10 @@ from fastdecode.cli.flags import (
 )
 from fastdecode.cli.r_worker import listen_place
 from fastdecode.core.machine import usable_cores
+from fastdecode.core.optional import optional
 from fastdecode.core.parent import die_with
 
 if TYPE_CHECKING:
-    from fastdecode.cluster.links.mpi_job import PrefillRank
     from fastdecode.cluster.wire.handshake import Security
     from fastdecode.prefills.worker import PrefillWorker
 
@@ -63,7 +63,7 @@ class _Setup:
 
     def start(self, host: str, port: int, rank: str = "") -> tuple[PrefillWorker, str]:
         """Start a worker that listens at ``host`` and ``port``, and print its address. Return both."""
-        from fastdecode.cluster.prefill.connect import ANSWER
+        from fastdecode.cluster.wire.messages import ANSWER
         from fastdecode.prefills.worker import PrefillWorker
 
         worker = PrefillWorker(self.config, self.num_threads, self.cores, self.security)
@@ -111,12 +111,11 @@ def _listen(args: argparse.Namespace, setup: _Setup) -> None:
 
 def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
     """Serve as a rank of an MPI job: listen at an address that the other ranks reach, until the job ends."""
-    from fastdecode.cluster.links.mpi_job import serve_as_prefill_worker
     from fastdecode.cluster.r_worker.joiner import local_address
 
     given = listen_address(args.listen) if args.listen else None
 
-    def serve(rank: PrefillRank, s_worker_host: str) -> None:
+    def serve(rank: Any, s_worker_host: str) -> None:
         # Any port number will do to look up the route to a host; nothing is sent
         any_port = 9
         towards = s_worker_host if is_loopback(s_worker_host) else local_address(f"{s_worker_host}:{any_port}")
@@ -127,14 +126,14 @@ def _serve_job(args: argparse.Namespace, setup: _Setup) -> None:
         with contextlib.suppress(_JobIsOver):
             worker.run(lambda is_free: _end_with(rank))
 
-    serve_as_prefill_worker(serve)
+    optional("MPI job").serve_as_prefill_worker(serve)
 
 
 class _JobIsOver(Exception):
     """Raised to end the worker's loop, since its MPI job has ended."""
 
 
-def _end_with(rank: PrefillRank) -> None:
+def _end_with(rank: Any) -> None:
     if rank.is_over:
         raise _JobIsOver
 

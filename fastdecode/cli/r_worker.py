@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import socket
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +29,7 @@ from fastdecode.cli.flags import (
     say_mended,
 )
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.optional import optional
 from fastdecode.core.parent import die_with
 from fastdecode.core.parked import PARK_AFTER, ParkPlace
 
@@ -72,6 +75,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # for tests of --audit
     add_common_flags(parser)
     parser.set_defaults(run=run)
 
@@ -110,29 +114,33 @@ def _resources(args: argparse.Namespace) -> Resources:
 
 def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
     """Serve the S-worker that started this process, on the cores that the S-worker chose."""
+    from fastdecode.cluster.links.shared_memory import SharedMemoryLink
     from fastdecode.cluster.r_worker.host import take_host
-    from fastdecode.cluster.r_worker.serve import serve_parent
+    from fastdecode.cluster.r_worker.session import Session
     from fastdecode.cluster.wire.handshake import read_security
 
     if args.parent is not None:
         die_with(args.parent)
     security = read_security(args.key_file, args.security)
     with contextlib.closing(take_host(*resources)) as machine:
-        serve_parent(args.control_fd, args.memory_fd, machine, security)
+        link = SharedMemoryLink(socket.socket(fileno=args.control_fd), args.memory_fd, is_s_worker=False)
+        with contextlib.closing(link):
+            Session(link, machine, security=security).run()
     return 0
 
 
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
     """Serve as a rank of an MPI job. Checks of this machine precede MPI_Init, so that a failure ends the job."""
     from fastdecode.cluster.r_worker.host import take_host
-    from fastdecode.cluster.r_worker.serve import serve_job
     from fastdecode.cluster.wire.handshake import read_security
 
     check_security(args.security, args.key_file)
     security = read_security(args.key_file, args.security)
     with contextlib.closing(take_host(*resources)) as machine:
         told = machine.describe()
-        serve_job(machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {told}", flush=True), security)
+        optional("MPI serving").serve_job(
+            machine, lambda rank: print(f"fastdecode r-worker: MPI rank {rank}, {told}", flush=True), security
+        )
     return 0
 
 
@@ -154,6 +162,8 @@ def _listen(args: argparse.Namespace, resources: Resources) -> None:
     ending = contextlib.ExitStack()
     try:
         machine = ending.enter_context(contextlib.closing(take_host(*resources)))
+        if args.inject_faults:
+            machine = replace(machine, faults=optional("faults").Faults.of(args.inject_faults))
         vitals.is_ready = True
         guard = describe_security(args.security, args.key_file)
         print(f"fastdecode r-worker: {listener.address} ({guard}), {machine.describe()}", flush=True)

@@ -38,7 +38,7 @@ OF_REQUESTS = (
 
 @dataclass(frozen=True)
 class Rules:
-    """How ``run-batch`` reads requests.
+    """The rules by which ``run-batch`` reads requests.
 
     ``names``: accepted model names; any if empty. The rest: chat template arguments, and the syntax in which the
     model writes its answers.

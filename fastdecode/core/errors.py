@@ -56,6 +56,10 @@ class WorkerLostError(BackendError):
     """An R-worker is lost, and all keys and values that it cached; the other R-workers continue."""
 
 
+class DamagedError(WorkerLostError):
+    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. It counts as lost."""
+
+
 class NoRWorkerError(WorkerLostError):
     """The last R-worker is lost; an R-worker may still join."""
 

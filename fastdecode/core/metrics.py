@@ -90,7 +90,8 @@ ONE_WORKER = Pool()
 class PoolChanges:
     """Counts of changes of the pool of R-workers.
     R-workers that ``joined``, ``left`` or were ``lost``; sequences or segments that ``moved`` to another R-worker, or
-    were ``doubled``, that is, got a second copy.
+    were ``doubled``, that is, got a second copy. ``audited``: rows that audits compared. ``faulty``: names of R-workers
+    that audits found at fault. ``undecided``: differences for which audits named no R-worker.
     """
 
     joined: int = 0
@@ -98,6 +99,9 @@ class PoolChanges:
     lost: int = 0
     moved: int = 0
     doubled: int = 0
+    audited: int = 0
+    faulty: tuple[str, ...] = ()
+    undecided: int = 0
 
 
 @dataclass(frozen=True)

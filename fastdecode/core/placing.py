@@ -14,9 +14,6 @@ from fastdecode.core.types import SPLIT_TOKENS
 UNLIMITED = 1 << 60
 """Tokens of a segment if every sequence has only one segment."""
 
-LEAST_RANGE_TOKENS = 4096
-"""Fewest tokens of a segment whose length FastDecode chooses."""
-
 Size = tuple[int, int]
 """The size of a segment: its blocks and its tokens."""
 
@@ -139,7 +136,7 @@ def choose_range_tokens(
     if len(num_blocks) == 1 or least is None:
         return None
     fits_one = -(-longest // block_size) <= min(num_blocks)
-    range_tokens = max(LEAST_RANGE_TOKENS, least)
+    range_tokens = max(4096, least)  # the fewest tokens of a range whose length FastDecode chooses
     while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
         range_tokens *= 2
     if fits_one:

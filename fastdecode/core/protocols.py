@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -89,6 +90,19 @@ class AttentionBackend(Protocol):
 
     def close(self) -> None:
         """Free the R-workers; may be called twice."""
+
+
+class RanksBackend(AttentionBackend, Protocol):
+    """The R-workers of all tensor-parallel ranks as one backend, through which rank 0 also leads the other ranks."""
+
+    def begin_prompts(self, num_tokens: int) -> None:
+        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""
+
+    def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> AbstractContextManager[None]:
+        """Return a context in which all ranks compute the layers of ``step``, by the part of the model named ``by``."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Free the keys and values that all ranks keep for the aborted prompt of sequence ``sequence_id``."""
 
 
 class PrefillBackend(Protocol):

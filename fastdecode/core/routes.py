@@ -184,6 +184,16 @@ def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Mer
     return Merge(np.array(merged, MERGED), np.array(parts, PART)), next_tail
 
 
+def is_empty(route: Route) -> bool:
+    """Return whether the R-worker of ``route`` gets no rows."""
+    return not (count_rows(route.q_rows) or count_rows(route.kv_rows))
+
+
+def count_rows(rows: Rows) -> int:
+    """Return the number of row indices in ``rows``."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
 def _joined(first: Rows, second: Rows) -> Rows:
     """Return the rows of ``first``, then the rows of ``second``; a slice if they are consecutive."""
     both = (np.arange(each.start, each.stop) if isinstance(each, slice) else each for each in (first, second))

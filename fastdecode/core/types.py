@@ -108,16 +108,6 @@ class Route:
     o_rows: slice
     num_partials: int = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the R-worker gets no rows."""
-        return not (count_rows(self.q_rows) or count_rows(self.kv_rows))
-
-
-def count_rows(rows: Rows) -> int:
-    """Return the number of row indices in ``rows``."""
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
 
 MERGED = np.dtype([("row", "<i8"), ("num_rows", "<i8"), ("first_part", "<i8"), ("num_parts", "<i8")])
 """``num_rows`` rows of a mini-batch's output o, from ``row`` on, merged from parts ``first_part`` on.
@@ -238,9 +228,14 @@ class WorkerReport:
 class StepReport:
     """The reports of all R-workers for one step, in worker order.
 
-    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave.
+    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: lost
+    R-workers that an audit found at fault. ``is_doubtful``: cached tokens anywhere may be wrong. ``num_audited``: rows
+    compared.
     """
 
     workers: tuple[WorkerReport, ...]
     lost: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    faulty: tuple[int, ...] = ()
+    is_doubtful: bool = False
+    num_audited: int = 0

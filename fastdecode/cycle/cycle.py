@@ -24,13 +24,17 @@ class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
     ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
-    the step itself.
+    the step itself. ``rests``: True while ``before`` has nothing to do.
     """
 
     s_seconds = wait_seconds = 0.0
+    rests = False
+
+    def joined(self, worker: int) -> None:
+        """Handle the R-worker that has joined as index ``worker``."""
 
     def before(self, cycle: Cycle) -> None:
-        """Do this companion's pending work between two steps; Ctrl-C does not interrupt it."""
+        """Do this companion's pending work between two steps, unless it rests; Ctrl-C does not interrupt it."""
 
     def prepare(self, cycle: Cycle) -> None:
         """Do this companion's pending work right before a step is scheduled; Ctrl-C may interrupt it."""
@@ -123,6 +127,15 @@ class Cycle(Generic[T]):
                 self.requests.give_up(self, sequence)
         return spoilt
 
+    def doubt(self) -> list[int]:
+        """Let all running sequences be recomputed, and forget all prefixes; return the ids of these sequences.
+        An R-worker was found at fault, and tokens cached anywhere may depend on its results.
+        """
+        doubtful = self.scheduler.members.doubt()
+        for sequence_id in doubtful:
+            self.forget(sequence_id)
+        return doubtful
+
     def finish(self, sequence: TokenSequence, reason: str) -> None:
         """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
@@ -136,21 +149,26 @@ class Cycle(Generic[T]):
 
     def _before(self) -> None:
         for companion in self.companions:
-            companion.before(self)
+            if not companion.rests:
+                companion.before(self)
 
     def _begin(self) -> ScheduledStep:
         """Schedule a step and send it to the R-workers. If they refuse it, its controls stay pending."""
         with interrupts_deferred():
             step = self.scheduler.schedule(self.world.now())
             self._forget_prompts_that_left()
-            awaits = len(self.scheduler.remote_prompts) or self.scheduler.queue.num_aside
-            if not step.num_tokens and not step.arrived and not awaits:
+            if not step.num_tokens and not step.arrived and not self._awaits:
                 raise BackendError("no request can run: the scheduler promised room that it does not have (a bug)")
             self._tell_world(step)
             for companion in self.companions:
                 companion.begun(step)
             self.requests.begun(step, self.world.now())
         return step
+
+    @property
+    def _awaits(self) -> bool:
+        """True while prefill workers compute prompts, or sequences wait for parked prefixes."""
+        return len(self.scheduler.remote_prompts) > 0 or self.scheduler.queue.num_aside > 0
 
     def _compute(self, step: ScheduledStep) -> T:
         try:
@@ -187,6 +205,8 @@ class Cycle(Generic[T]):
         """Handle lost and leaving R-workers; return the ids of sequences that lost cached tokens."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
+        if report.is_doubtful:
+            spoilt += self.doubt()
         for companion in self.companions:
             companion.heard(self, report)
         return spoilt

@@ -41,11 +41,16 @@ class Membership(Companion):
         newcomers = cycle.world.admit(cycle.scheduler.store.workers.vacant)
         for index, newcomer in newcomers.items():
             self._join(cycle.scheduler, index, newcomer)
+            for companion in cycle.companions:
+                companion.joined(index)
         return bool(newcomers)
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
         """Drain the R-workers that ask to leave."""
         self.changes.lost += len(report.lost)
+        self.changes.audited += report.num_audited
+        self.changes.faulty += tuple(map(self._name, report.faulty))
+        self.changes.undecided += report.is_doubtful and not report.faulty
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
@@ -89,7 +94,7 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            # True if the transfer is over, since it has copied its last piece
+            # A transfer ends with its last piece; until then the next pass continues it
             ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends

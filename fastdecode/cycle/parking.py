@@ -52,6 +52,12 @@ class Parking(Companion):
         self._disks: dict[int, _Disk] = {}
         self._looked: set[int] = set()
         self._patience_ms = int(1000 * BUSY_SECONDS)
+        self.rests = all(each.park_after is None for each in r_workers)
+
+    def joined(self, worker: int) -> None:
+        """Start to look at disks with the first R-worker that has one."""
+        if self._r_workers[worker].park_after is not None:
+            self.rests = False
 
     def before(self, cycle: Cycle) -> None:
         """Load and park for ``BUSY_SECONDS``, or ``IDLE_SECONDS`` if no sequence runs or waits for room."""

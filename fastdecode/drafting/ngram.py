@@ -8,9 +8,6 @@ import numpy as np
 
 from fastdecode.core.protocols import DraftRequest, PendingControls
 
-LOOK_BACK = 64
-"""Tokens by which earlier occurrences are compared; the longest match with the last tokens wins."""
-
 
 class NgramDrafter:
     """Drafts from each sequence's own prompt and output."""
@@ -62,7 +59,8 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     wraps around to its own start. The result is empty if no match has ``least`` tokens.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
-    agreeing, look_back = 1, max(most, LOOK_BACK)
+    # Earlier occurrences are compared by 64 tokens; the longest match with the last tokens wins
+    agreeing, look_back = 1, max(most, 64)
     # While there are more than ``few`` occurrences, only those that match in up to ``close`` tokens stay
     few = 32
     close = 8

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from fastdecode.api.outputs import RequestOutput
 from fastdecode.api.request import Completion, InFlight, Request
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.metrics import HOST, Pool, StateClock, StepRecord, Tracer, step_record
-from fastdecode.core.protocols import AttentionBackend
+from fastdecode.core.protocols import AttentionBackend, RanksBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepReport
 from fastdecode.cycle import JoinedWorker, RunningCycle
-from fastdecode.drafting.speculation import num_accepted
 from fastdecode.engine.sources import AttentionSources, Sampled
 from fastdecode.journal.journal import Journal
-from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import TokenSequence, Transfer
 from fastdecode.sworker import SWorker
-from fastdecode.sworker.run.random_prompts import RandomPrompts
 from fastdecode.sworker.sampling import SampledToken
 from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
-from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
+from fastdecode.sworker.sampling.sampler import num_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +88,8 @@ class LiveRequests:
             if request.finished:
                 self.in_flight.remove(request.request_id)
         self._grown |= grown
-        self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
+        if self.journal.records:
+            self.journal.grew(grown.values(), cycle.scheduler.store.take_notes())
         return num_tokens
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
@@ -124,7 +120,8 @@ class LiveRequests:
         outputs = [request.output() for request in (*self._grown.values(), *self._ended)]
         self._grown.clear()
         self._ended.clear()
-        self.journal.settle()
+        if self.journal.records:
+            self.journal.settle()
         return outputs
 
     def _grow(
@@ -157,13 +154,13 @@ class LiveWorld:
         s_worker: SWorker,
         r_workers: list[RWorkerInfo],
         in_flight: InFlight,
-        prefills: RemotePrefills | None = None,
-        ranks: TensorParallelBackend | None = None,
+        prefills: Any = None,
+        ranks: RanksBackend | None = None,
         in_ranges: bool = False,
     ) -> None:
         """R-workers that join are appended to ``r_workers``.
-        ``ranks``: the same as ``backend`` if several ranks share the model. ``in_ranges``: a sequence may be split into
-        ranges on several R-workers.
+        ``prefills``: the ``RemotePrefills``, or None. ``ranks``: the same as ``backend`` if several ranks share the
+        model. ``in_ranges``: a sequence may be split into ranges on several R-workers.
         """
         self.backend, self.s_worker, self.r_workers = backend, s_worker, r_workers
         self.clock: StateClock = s_worker.clock
@@ -172,7 +169,7 @@ class LiveWorld:
         self.sources = AttentionSources(s_worker.layout, in_flight, backend, in_ranges, prefills is not None)
         self._in_flight = in_flight
         self._prefills = prefills
-        self._ranks = ranks
+        self.ranks = ranks
 
     def now(self) -> float:
         """Return the seconds of ``time.perf_counter``."""
@@ -183,21 +180,17 @@ class LiveWorld:
 
     def compute(self, step: ScheduledStep) -> Sampled:
         """Return the sampled tokens of ``step``, and of the prompts that prefill workers have finished."""
-        step = self.sources.tapped(step)
+        if self._in_flight.asking:
+            step = self.sources.tapped(step)
         sampled = [sequence_id for mini_batch in step.mini_batches for sequence_id in mini_batch.sampled_ids]
         arrived = self._prefills.logits(step.arrived) if self._prefills else {}
         sampling = {each: self._in_flight.sampling_rows(each, step.drafts.get(each)) for each in (*sampled, *arrived)}
-        if not step.scored_prompts:
-            return self._with_sources(step, self.s_worker.run(step, sampling, self.overlap, arrived))
         requests = {each: self._in_flight.family(each)[0] for each in step.scored_prompts}
         scored = {each: ScoredPrompt(it.prompt_token_ids, it.num_prompt_top) for each, it in requests.items()}
         tokens = self.s_worker.run(step, sampling, self.overlap, arrived, scored)
         for sequence_id, found in self.s_worker.prompt_scores.items():
             requests[sequence_id].take_prompt_scores(found)
-        return self._with_sources(step, tokens)
-
-    def _with_sources(self, step: ScheduledStep, tokens: Sampled) -> Sampled:
-        return self.sources.found(step, tokens, self.s_worker.taps)
+        return self.sources.found(step, tokens, self.s_worker.taps) if step.taps else tokens
 
     def score(self, step: ScheduledStep) -> np.ndarray:
         """Return the log-probability of each next token in the one scored chunk of ``step``: float32 [num_tokens - 1].
@@ -237,8 +230,8 @@ class LiveWorld:
         self.backend.dismiss(worker)
 
     def forget(self, sequence_id: int) -> None:
-        if self._ranks and self.s_worker.prompts.sequence_ids:
-            self._ranks.forget(sequence_id)
+        if self.ranks and self.s_worker.prompts.sequence_ids:
+            self.ranks.forget(sequence_id)
         self.s_worker.forget(sequence_id)
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
@@ -255,21 +248,6 @@ class LiveWorld:
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer
-
-    @contextlib.contextmanager
-    def computed_by(self, make_s_worker: Callable[..., SWorker]) -> Iterator[None]:
-        """Let another S-worker, ``make_s_worker(model, layout, backend, clock)``, compute the steps within the context.
-        This serves measurements that need full caches without computing prompts. If ranks share the model, raise
-        ConfigError unless ``make_s_worker`` is ``RandomPrompts``.
-        """
-        if self._ranks and make_s_worker is not RandomPrompts:
-            raise ConfigError("tensor_parallel_size: another S-worker can compute the steps of one rank only: give 1")
-        own, lead = self.s_worker, {"lead": partial(self._ranks.lead, by="random")} if self._ranks else {}
-        self.s_worker = make_s_worker(own.code, own.layout, own.backend, own.clock, **lead)
-        try:
-            yield
-        finally:
-            self.s_worker = own
 
     def _enter(self, index: int, info: RWorkerInfo) -> JoinedWorker:
         measured = info.read_gb_per_s and all(worker.read_gb_per_s for worker in self.r_workers)

@@ -17,10 +17,10 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import MiniBatch, ScheduledStep
 from fastdecode.core.weighing import Queries, WeighedPart, WeighedRow, strongest
-from fastdecode.drafting.speculation import num_accepted
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.sampling import SampledToken
+from fastdecode.sworker.sampling.sampler import num_accepted
 
 Sampled = dict[int, list[SampledToken]]
 """The tokens that a step sampled, by sequence: one per completion, or one per draft token and one more."""
@@ -52,14 +52,10 @@ class AttentionSources:
 
     def tapped(self, step: ScheduledStep) -> ScheduledStep:
         """Return ``step``, marked to keep the queries of the rows whose tokens need attention sources."""
-        if not self._in_flight.asking:
-            return step
         return replace(step, taps=tuple(self._taps(each) for each in step.mini_batches))
 
     def found(self, step: ScheduledStep, computed: Sampled, queries: Queries) -> Sampled:
         """Return the tokens of the tapped ``step`` with their attention sources; the step must still be open."""
-        if not step.taps:
-            return computed
         rows = list(self._rows(step, computed))
         answers = self._backend.weigh([each.row for each in rows], queries) if rows else []
         computed = dict(computed)

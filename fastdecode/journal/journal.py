@@ -32,6 +32,7 @@ class Journal:
     """The journal of an engine without a journal file: it knows no earlier requests and writes nothing.
     ``num_bytes``: size of the file. ``write_seconds``: seconds that steps have waited for writes. ``before``: name of
     the run that wrote the journal found; "" if it has another model. ``was_found``: whether a journal was found.
+    ``records``: whether the journal writes.
     ``kept``: the data given to ``keep``, by name, oldest first.
     """
 
@@ -40,6 +41,7 @@ class Journal:
     lowest_name = 0
     before = ""
     was_found = False
+    records = False
 
     def __init__(self) -> None:
         self.kept: dict[str, Kept] = {}

@@ -41,6 +41,8 @@ class KeptJournal(Journal):
     ``lowest_name``: the lowest recorded cache id, or 0.
     """
 
+    records = True
+
     def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
         """Read the journal in ``place``; ``close`` closes the place too.
         ``fingerprint``: hash of the model, dtype and seed; a journal with another fingerprint is not used. ``run``: see

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.kinds.dense import Dense
+from fastdecode.kinds.attending import Dense
 from fastdecode.kinds.index import Index
 from fastdecode.kinds.kind import LayerKind, Way
 from fastdecode.kinds.latent import Absorption, Latent

@@ -41,6 +41,10 @@ class Attending(LayerKind, frozen=True):
             force_setattr(self, name, tuple(map(float, getattr(self, name))))
 
     @property
+    def is_audited(self) -> bool:
+        return self.picked_by < 0 and self.weight_rows is None
+
+    @property
     def query_dim(self) -> int:
         """Number of elements of q that the S-worker sends per token and query head."""
         return self.key_head_dim
@@ -88,3 +92,9 @@ class Attending(LayerKind, frozen=True):
 
     def head_bytes(self, kv_dtype: str) -> tuple[int, int]:
         return key_bytes(self.key_head_dim, kv_dtype), row_bytes(self.stored_value_dim, kv_dtype)
+
+
+class Dense(Attending, frozen=True, tag="dense"):
+    """A layer whose cache holds keys and values of each token and KV head."""
+
+    kind = "dense"

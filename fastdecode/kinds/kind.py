@@ -34,7 +34,7 @@ Shape = tuple[int, int]
 Way = Literal[
     "ranges", "ranks", "prefill workers", "tsp", "gpu", "scratch", "early-exit drafts", "sessions", "copies",
     "moves", "states", "states here", "states here, sessions", "states here, parking", "states here, prefill workers",
-    "states here, ranks", "states there, memory here",
+    "states here, ranks", "states there, memory here", "audits",
 ]  # fmt: skip
 """A feature of the engine that some kinds of layers do not support.
 
@@ -43,6 +43,7 @@ computes with all keys of a prompt. scratch: prompts attend on the S-worker. ear
 sessions: R-workers keep sequences for the next engine. parking: prefixes are kept on disks. copies: a second R-worker
 holds a sequence too. moves: sequences move between R-workers. states: settings say how states are kept. states here:
 the S-worker keeps them. states there, memory here: the S-worker sets memory aside for states that R-workers keep.
+audits: some rows are computed again elsewhere, and compared.
 """
 
 
@@ -60,6 +61,11 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     values_in_keys: ClassVar[bool] = False
     """True if values are the first elements of the keys, and are neither sent nor stored."""
+
+    @property
+    def is_audited(self) -> bool:
+        """True if R-workers can compute one row of this layer again, for an audit."""
+        return False
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:

@@ -64,6 +64,11 @@ class KVLayout:
         """The recurrent layers, which keep one state per sequence instead of a row per token."""
         return tuple(layer for layer in self.layers if isinstance(layer, Recurrent))
 
+    @property
+    def audited_layers(self) -> list[int]:
+        """The numbers of the layers whose rows can be audited."""
+        return [number for number, layer in enumerate(self.layers) if layer.is_audited]
+
     def cannot(self, way: Way) -> str | None:
         """Return why this model does not support the feature ``way``; None if it does.
 
@@ -76,6 +81,11 @@ class KVLayout:
         states = self.kept_apart
         if way == "states" and not states:
             return "no layer of this model is recurrent, so it keeps no states; leave it out"
+        if way == "audits" and not self.audited_layers:
+            return (
+                "no layer of this model has rows that can be audited: its layers are recurrent, see what an index "
+                "picks, or are multiplied with weights on R-workers (--latent-absorption s); leave it out"
+            )
         if way == "states here" and not self.attends:
             return (
                 "no layer of this model attends; with its states at the S-worker, R-workers would have nothing to "

@@ -24,7 +24,7 @@ CANNOT: dict[Way, str] = {
     "states here, prefill workers": "they send states to R-workers; with state_on s the S-worker keeps them, "
     "and it has no port for them; give state_on r, or leave it out",
     "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
-    "states there, memory here": "it is for states that the S-worker keeps (state_on s); leave it out",
+    "states there, memory here": "this memory is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """For each engine feature that recurrent states do not support, the reason."""

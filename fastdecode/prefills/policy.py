@@ -9,7 +9,7 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.protocols import PrefillPolicy
 from fastdecode.core.types import RWorkerInfo
-from fastdecode.engine.compose.setup import profile_steps, s_thread_count
+from fastdecode.engine.compose.timed_steps import profile_steps
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.prefill_rates import MANY_ROWS, TILE_ROWS, measured_forecast
 from fastdecode.perfmodel.prefill_times import PrefillLink, PrefillTimes, PromptAttentionTimes
@@ -17,7 +17,13 @@ from fastdecode.perfmodel.profile_json import load_profile
 from fastdecode.perfmodel.stages import MeasuredSPart
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.part.attention import MakeCache, StoredAttention, TorchAttention, attention_pair_seconds
+from fastdecode.sworker.part.attention import (
+    TIMED_ROWS,
+    MakeCache,
+    StoredAttention,
+    TorchAttention,
+    attention_pair_seconds,
+)
 
 
 def make_prefill_policy(
@@ -26,13 +32,13 @@ def make_prefill_policy(
     s_worker: SWorker,
     r_workers: Sequence[RWorkerInfo],
     num_workers: int,
-    make_cache: MakeCache,
+    cache_maker: Callable[[int], MakeCache],
 ) -> PrefillPolicy:
     """Return the policy that assigns prompts to ``num_workers`` prefill workers or the S-worker.
 
-    ``make_cache``: makes caches of 2 * TIMED_ROWS tokens on the S-worker's threads.
+    ``cache_maker``: given a number of tokens, returns what makes caches of that size on the S-worker's threads.
     """
-    here = timed_prefill_model(config, model, s_worker, r_workers, make_cache)
+    here = timed_prefill_model(config, model, s_worker, r_workers, cache_maker(2 * TIMED_ROWS))
     profile = load_profile(config.profile) if config.profile else None
     # The assumed link from R-workers to prefill workers without a measured profile. With it, a few tokens after a long
     # prefix stay with the S-worker, whose R-worker has that prefix.
@@ -81,7 +87,7 @@ def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
     process until they have computed a prompt.
     """
     spec = config.prefill_worker_spec
-    slower = s_thread_count(config) / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
+    slower = config.s_thread_count / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
     return model.times(slower * config.tensor_parallel_size)
 
 

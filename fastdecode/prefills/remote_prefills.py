@@ -29,11 +29,6 @@ class RemotePrefills(Companion):
         self._logits: dict[int, np.ndarray] = {}
         self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
 
-    @property
-    def num_under_way(self) -> int:
-        """The number of prompts that prefill workers are computing."""
-        return len(self.backend.jobs)
-
     def before(self, cycle: Cycle) -> None:
         """Report computed and failed prompts, and joined and lost prefill workers, to the scheduler."""
         scheduler, now = cycle.scheduler, cycle.world.now()

@@ -79,6 +79,16 @@ class Members:
             self._lifecycle.discard(sequence)
         return hopeless
 
+    def doubt(self) -> list[int]:
+        """Queue all running sequences to be recomputed, and forget all prefixes; return the ids of these sequences.
+        Their cached tokens may depend on results of an R-worker that was found at fault.
+        """
+        doubtful = list(self._residents.all)
+        for sequence in doubtful:
+            self._lifecycle.preempt(sequence, keep=False)
+        self._store.prefixes.doubt()
+        return [sequence.sequence_id for sequence in doubtful]
+
     def _mend(self, sequence: TokenSequence) -> None:
         """Recompute the lost segments of ``sequence``, or queue the whole sequence if there is no room now."""
         self._queue.release_followers(sequence)

@@ -1,4 +1,4 @@
-"""Schedules as settings of one admission rule, the limits of a scheduler, and how prompts are cut to a step."""
+"""Schedules as settings of one admission rule, the limits of a scheduler, and how prompts are cut."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fastdecode.core.placing import UNLIMITED, WHOLE, Placing
-from fastdecode.kinds.sizes import Sizes
+from fastdecode.scheduler.sequence import Sizes
 
 
 class Prefill(Enum):
@@ -32,6 +32,12 @@ class Schedule:
     reserves_longest: bool = False
     stabilizes_load: bool = False
 
+
+MOVED_BYTES_PER_SECOND = 0.5e9
+"""Bytes per second assumed for moving a KV cache between R-workers, before a first move was timed.
+
+Export runs at 1.1 to 1.8 GB/s, import at 1.0 to 1.4 (docs/performance.md), and the data passes through the S-worker.
+"""
 
 SCHEDULES = {
     "request-level": Schedule(Prefill.UNBOUNDED, waves=True, reserves_longest=True),

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fastdecode.server.call_parts import CallPart, arguments_text, call_id
-from fastdecode.server.call_texts import calls_in
+from fastdecode.server.call_parts import CallPart, arguments_text, call_id, calls_in
 from fastdecode.server.response_templates import AnswerSyntax
 from fastdecode.server.schema_refs import argument_types
 from fastdecode.server.tool_calls import CallReader, ForcedCalls

@@ -15,6 +15,7 @@ class RWorkerState:
 
     ``kv_load``: KV tokens attended in the last step, and its limit (None: no limit). ``busy_seconds``,
     ``transfer_seconds``: time in the last step. ``parked_bytes``: parked sessions on its disk; None without a disk.
+    ``faulty``: it is gone, since an audit found it at fault.
     """
 
     name: str
@@ -28,6 +29,7 @@ class RWorkerState:
     parked_bytes: int | None = None
     busy_seconds: float = 0.0
     transfer_seconds: float = 0.0
+    faulty: bool = False
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ def _worker(worker: RWorkerState, index: int, steps: Sequence[TimedStep], span: 
         "name": worker.name,
         "present": worker.present,
         "draining": worker.draining,
+        "faulty": worker.faulty,
         "sequences": worker.num_sequences,
         "kv_load": 0 if idle else worker.kv_load,
         "kv_load_limit": worker.kv_load_limit,

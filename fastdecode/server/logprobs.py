@@ -20,7 +20,7 @@ Chosen = Sequence[tuple[int, dict[int, Logprob]]]
 
 @dataclass(frozen=True)
 class LogprobForm:
-    """How an answer shows log-probabilities.
+    """The form in which an answer shows log-probabilities.
 
     ``num_top``: likeliest tokens per position (-1: all). ``spell``: gives a token's bytes; None without a tokenizer.
     ``hidden``: ids of tokens that the text omits.

@@ -76,6 +76,7 @@ def read_state(engine: LLMEngine, record: StepRecord | None, now: float) -> Engi
             blocks_used=worker.used,
             num_blocks=worker.num_blocks,
             parked_bytes=parked.get(worker.index),
+            faulty=worker.is_gone and info.name in engine.membership.changes.faulty,
         )
         for info, worker, limit in zip(engine.r_workers, known.r_workers, limits, strict=True)
     ]

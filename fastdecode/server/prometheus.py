@@ -187,6 +187,12 @@ class Metrics:
         comings = {"joined": "have joined", "left": "were let go", "lost": "were lost"}
         for name, text in comings.items():
             yield self._counter(f"r_workers_{name}", f"R-workers that {text}", getattr(changes, name))
+        text = "Rows of attention that audits compared"
+        yield self._counter("audited_rows", text, changes.audited)
+        text = "Differences for which audits named no R-worker"
+        yield self._counter("audits_undecided", text, changes.undecided)
+        text = "R-workers that audits found at fault, by name"
+        yield self._labelled("r_workers_faulty", text, "r_worker", Counter(changes.faulty))
         yield self._counter("num_preemptions", "Sequences that were preempted", state.num_preemptions if state else 0)
         hits = state.prefix_hit_tokens if state else 0
         yield self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache", hits)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.parser_table import OF_TOKENIZER, check_parser_names, entry_of
+from fastdecode.server.server_settings import OF_TOKENIZER, check_parser_names, entry_of
 from fastdecode.sworker.sampling.answer_parser import AnswerTemplate, has_parser
 
 NO_ANCHOR = "\0"

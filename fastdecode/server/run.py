@@ -16,6 +16,7 @@ import uvicorn
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.optional import optional
 from fastdecode.server.app import make_app
 from fastdecode.server.connection import LimitedProtocol
 from fastdecode.server.engine_thread import EngineThread
@@ -23,8 +24,6 @@ from fastdecode.server.guards import with_cors
 from fastdecode.server.observer import EngineWatch
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.service import Service
-from fastdecode.server.standby import standby_door, url_of
-from fastdecode.server.tracing import RequestTracer
 
 LAST_WORDS_SECONDS = 2.0
 """Seconds in which a server with a failed engine still reports that, and sends complete answers."""
@@ -40,9 +39,10 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     with contextlib.closing(_listen(settings)) as listener:
         name = settings.model_names(config.lora[0] if config.lora else config.model)[0]
         endpoint = settings.otlp_traces_endpoint
-        tracer = RequestTracer(endpoint, name) if endpoint else None
+        tracer = optional("request tracer").RequestTracer(endpoint, name) if endpoint else None
         engine_thread = EngineThread(config, EngineWatch(name))
-        with standby_door(listener, settings):
+        waiting = optional("standby").standby_door(listener, settings) if settings.standby else contextlib.nullcontext()
+        with waiting:
             service = Service(config, settings, engine_thread, tracer)
         try:
             return _Server(service, config, settings).run_on(listener)
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
         self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings
-        where = url_of((sockets or [])[0], settings)
+        where = settings.url_at((sockets or [])[0])
         guard = "with an API key" if settings.api_key else "without an API key"
         count = f"{service.num_r_workers} R-worker{'s' if service.num_r_workers > 1 else ''}"
         print(f"fastdecode: serves {', '.join(service.model.names)} at {where} ({guard}; {count})", flush=True)

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastdecode.api.settings import check_settings, parse_bytes, setting
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.parser_table import check_parser_names
+
+OF_TOKENIZER = "hf"
+"""vLLM's name of the parser that follows the tokenizer's response template."""
+
+
+@lru_cache(1)
+def _table() -> dict[str, list[dict[str, Any]]]:
+    table = Path(__file__).with_name("response_templates.json")
+    found: dict[str, list[dict[str, Any]]] = json.loads(table.read_text(encoding="utf-8"))
+    return found
+
+
+def parser_names(kind: str) -> list[str]:
+    """Return the accepted parser names of ``kind``, "tools" or "reasoning"."""
+    return sorted([OF_TOKENIZER, *(name for entry in _table()[kind] for name in entry["names"])])
+
+
+def check_parser_names(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ConfigError for a name that is not in the table."""
+    for kind, name in (("tools", tool_call_parser), ("reasoning", reasoning_parser)):
+        if name and name not in parser_names(kind):
+            flag = "tool_call_parser" if kind == "tools" else "reasoning_parser"
+            raise ConfigError(
+                f"{flag} must be one of {', '.join(parser_names(kind))}, got {name!r:.80}; without it the chat "
+                "template chooses"
+            )
+
+
+def entry_of(kind: str, name: str | None, chat_template: str) -> dict[str, Any]:
+    """Return the entry of parser ``name``, else the first entry whose texts are in ``chat_template``, else {}."""
+    for entry in _table()[kind]:
+        suits = any(all(text in chat_template for text in texts) for texts in entry["recognized_by"])
+        if (name in entry["names"]) if name else suits:
+            return entry
+    return {}
+
 
 SERVER = "server"
 """The name of the group of server flags in ``--help``."""
-
-MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -68,7 +104,7 @@ class ServerSettings:
         30.0, "seconds within which a client must send a request's header, and then its body", SERVER, metavar="SECONDS"
     )
     max_request_bytes: int = setting(
-        32 * MEBIBYTE, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
+        32 << 20, "most bytes of a request's body; longer bodies are answered with 413", SERVER, metavar="BYTES",
         least=1,
     )  # fmt: skip
     otlp_traces_endpoint: str | None = setting(
@@ -192,6 +228,12 @@ class ServerSettings:
                     load(value)
                 except OSError as error:
                     raise ConfigError(f"{name}: {value!r} is not usable ({error.strerror or error})") from None
+
+    def url_at(self, listener: socket.socket) -> str:
+        """Return the URL at which clients reach the socket ``listener``."""
+        host, port = listener.getsockname()[:2]
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the arguments for rendering every conversation, among them the chat template itself, if one is set.

@@ -33,7 +33,6 @@ from fastdecode.server.responses_answer import ResponseForm
 from fastdecode.server.served_model import ServedModel
 from fastdecode.server.server_settings import ServerSettings
 from fastdecode.server.sources import source_form
-from fastdecode.server.tracing import RequestTracer
 from fastdecode.sworker.model.tokenizer import check_chat_template
 
 if TYPE_CHECKING:
@@ -50,9 +49,9 @@ class Service:
         config: EngineConfig,
         settings: ServerSettings,
         engine_thread: EngineThread,
-        tracer: RequestTracer | None = None,
+        tracer: Any = None,
     ) -> None:
-        """Start the engine, and wait until it is loaded. ``tracer``: receives every ended request."""
+        """Start the engine, and wait until it is loaded. ``tracer``: a ``RequestTracer``, or None."""
         self.settings = settings
         self.engine_thread = engine_thread
         self.observer = engine_thread.observer

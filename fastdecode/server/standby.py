@@ -25,31 +25,21 @@ MOST_CLIENTS = 64
 
 @contextlib.contextmanager
 def standby_door(listener: socket.socket, settings: ServerSettings) -> Iterator[None]:
-    """Within the context, answer 503 at the socket ``listener``, if ``settings`` make this server a standby.
+    """Within the context, answer 503 at the socket ``listener``; ``settings`` make this server a standby.
 
     Afterwards ``listener`` is unchanged, and new clients wait.
     """
-    if settings.standby is None:
-        yield
-        return
     listener.listen(MOST_CLIENTS)
     door = _Door(listener, settings)
     poll_seconds = 0.05
     thread = threading.Thread(target=door.serve_forever, args=(poll_seconds,), name="standby", daemon=True)
     thread.start()
-    print(f"fastdecode: stands by for session {settings.standby} at {url_of(listener, settings)}", flush=True)
+    print(f"fastdecode: stands by for session {settings.standby} at {settings.url_at(listener)}", flush=True)
     try:
         yield
     finally:
         door.shutdown()
         door.socket.close()
-
-
-def url_of(listener: socket.socket, settings: ServerSettings) -> str:
-    """Return the URL at which clients reach the socket ``listener``."""
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Door(ThreadingHTTPServer):

@@ -109,6 +109,7 @@ def report_message(report: StepReport, now: float) -> Message:
         "now": now,
         "lost": report.lost,
         "leaving": report.leaving,
+        "audit": (report.faulty, report.is_doubtful, report.num_audited),
         "workers": [
             (each.transfer_seconds, each.bytes_read, each.blocks_free, each.leaving) for each in report.workers
         ],
@@ -123,7 +124,9 @@ def read_report(message: Message, seconds_ahead: float) -> StepReport:
     for (transfer, num_bytes, free, leaving), start, end in zip(message.told["workers"], times, times, strict=True):
         start, end = (np.where(each > 0, each + seconds_ahead, 0) for each in (start, end))
         workers.append(WorkerReport(start, end, transfer, num_bytes, free, leaving))
-    return StepReport(tuple(workers), tuple(message.told["lost"]), tuple(message.told["leaving"]))
+    faulty, is_doubtful, num_audited = message.told["audit"]
+    lost, leaving = tuple(message.told["lost"]), tuple(message.told["leaving"])
+    return StepReport(tuple(workers), lost, leaving, tuple(faulty), is_doubtful, num_audited)
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport:
@@ -143,4 +146,6 @@ def combined(reports: Sequence[StepReport]) -> StepReport:
         )
     lost = sorted({worker for report in reports for worker in report.lost})
     leaving = sorted({worker for report in reports for worker in report.leaving} - set(lost))
-    return StepReport(tuple(workers), tuple(lost), tuple(leaving))
+    faulty = sorted({worker for report in reports for worker in report.faulty})
+    is_doubtful, num_audited = any(each.is_doubtful for each in reports), sum(each.num_audited for each in reports)
+    return StepReport(tuple(workers), tuple(lost), tuple(leaving), tuple(faulty), is_doubtful, num_audited)

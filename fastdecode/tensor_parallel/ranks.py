@@ -131,14 +131,9 @@ class Ranks:
 
 def follow(config: EngineConfig) -> None:
     """If this process is not rank 0, serve rank 0 until it ends, then raise SystemExit. Call this first."""
-    place = find_place(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
+    place = find_place(config.tensor_parallel_size)
     if place is not None and place.index:
         serve(config, place)
-
-
-def begin_ranks(config: EngineConfig) -> Ranks | None:
-    """Start or find the ranks that ``config`` asks for; return them. Call this on rank 0. None for one rank."""
-    return Ranks(config) if config.tensor_parallel_size > 1 else None
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:

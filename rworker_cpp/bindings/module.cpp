@@ -147,6 +147,7 @@ PYBIND11_MODULE(_rworker, module) {
     bind_properties(cls);
     bind_step(cls);
     bind_tables(cls);
+    rworker_binding::bind_audits(cls);
     rworker_binding::bind_blocks(module, cls);
     cls.def("close", &PyRWorker::close);
 }

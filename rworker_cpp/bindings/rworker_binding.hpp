@@ -42,6 +42,8 @@ class PyRWorker {
     py::array_t<float> weigh(std::int64_t sequence_id, std::int64_t position, std::int64_t offset, std::int64_t block,
                              const std::vector<std::int64_t>& layers, const std::vector<py::array>& queries,
                              const std::optional<py::array>& norms, bool finds_norms);
+    py::array attend_again(std::int64_t sequence_id, std::int64_t layer, std::int64_t position, std::int64_t mode,
+                           const py::array& query);
     py::tuple read_tokens(std::int64_t sequence_id, std::int64_t layer) const;
     py::array_t<std::uint8_t> export_sequence(std::int64_t sequence_id, std::int64_t start,
                                               std::optional<std::int64_t> most);
@@ -88,6 +90,9 @@ void check_partials(const py::array& partials, std::int64_t rows, std::int64_t n
 
 /// Whole blocks as they lie in the cache, and the checksum of bytes: see the stub.
 void bind_blocks(py::module_& module, py::class_<PyRWorker>& cls);
+
+/// Attention computed again, and checksums of blocks: see the stub.
+void bind_audits(py::class_<PyRWorker>& cls);
 
 /// Partial results of ranges, merged on the S-worker: see the stub.
 void bind_merge(py::module_& module);

@@ -72,7 +72,7 @@ void AttentionJob::append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
     const std::int64_t begin = std::max(span.context_len, piece.unit->split * kSplitTokens);
     const std::int64_t end = std::min(span.end, (piece.unit->split + 1) * kSplitTokens);
-    if (begin < end) append(span, piece.head, begin, end);
+    if (begin < end && span.stores()) append(span, piece.head, begin, end);
     if (!piece.unit->stores_for_others()) return;
     std::atomic<std::int32_t>& stored = list_->stored_flags[piece.unit->stored + piece.head];
     stored.store(1);  // sequentially consistent: otherwise notify_all might look for sleepers before the release
@@ -296,6 +296,7 @@ NextTokens AttentionJob::tokens_of(const Piece& piece) const {
 /// or two of values. Otherwise they would be loaded only at the write.
 void AttentionJob::prefetch_append(const Piece& piece) const {
     const PlannedSpan& span = list_->spans[piece.unit->span];
+    if (!span.stores()) return;
     const std::int64_t position = std::max(span.context_len, piece.unit->split * kSplitTokens);
     if (position >= std::min(span.end, (piece.unit->split + 1) * kSplitTokens)) return;
     const HeadView view = worker_.cache_.view(layer(), piece.head, span.blocks);

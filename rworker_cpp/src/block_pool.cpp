@@ -7,7 +7,7 @@
 
 namespace rworker {
 
-BlockPool::BlockPool(std::int64_t num_blocks) : references_(num_blocks, 0), free_(num_blocks) {
+BlockPool::BlockPool(std::int64_t num_blocks) : references_(num_blocks, 0), lives_(num_blocks, 0), free_(num_blocks) {
     for (std::int64_t i = 0; i < num_blocks; ++i) free_[i] = std::int32_t(num_blocks - 1 - i);
 }
 
@@ -18,6 +18,7 @@ std::int32_t BlockPool::take() {
     const std::int32_t block = free_.back();
     free_.pop_back();
     references_[block] = 1;
+    ++lives_[block];
     if (block >= num_touched()) num_touched_.store(block + 1, std::memory_order_relaxed);
     log_.push_back({Change::taken, block});
     return block;

@@ -160,6 +160,7 @@ void KVCache::commit(const Control& control) {
     Sequence& committed = sequences_.at(control.sequence_id);
     committed.length = committed.pending_length = control.num_tokens;
     committed.job_id.reset();
+    note_full(control.sequence_id, 0);
     closed_.push_back(control.source_id);
 }
 

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <string>
+#include <utility>
 
 namespace rworker {
 namespace {
@@ -112,7 +113,8 @@ void KVCache::commit_step() {
         sequence.first_kept = 0;
         sequence.kept_lone = sequence.coming_lone;
         sequence.num_kept = sequence.kept ? sequence.pending_length - sequence.length : 0;
-        sequence.length = sequence.pending_length;
+        const std::int64_t start = std::exchange(sequence.length, sequence.pending_length);
+        note_full(id, start);
         sequence.born_in_step = false;
     }
     grown_.clear();
@@ -199,6 +201,7 @@ void KVCache::truncate(const Control& control) {
             pool_.drop_reference(last);
         }
         edits_.push_back({last, kept.blocks.back(), tile_cut(control.num_tokens, length)});
+        checksums_.forget(kept.blocks.back());
     }
     kept.length = kept.pending_length = control.num_tokens;
     kept.num_kept -= num_refused;

@@ -57,6 +57,7 @@ void KVCache::import_blocks(std::int64_t sequence_id, std::int64_t start, std::i
                  [](std::uint8_t* in_arena, const std::uint8_t* bytes, std::int64_t num_bytes) {
                      std::memcpy(in_arena, bytes, num_bytes);
                  });
+    note_full(sequence_id, start);
 }
 
 void KVCache::place_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) {

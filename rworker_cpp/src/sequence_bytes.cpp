@@ -39,14 +39,14 @@ std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
 
 std::int64_t KVCache::token_bytes(std::int64_t layer) const { return TokenCodec(dtype_, layers_[layer]).token_bytes(); }
 
-/// Calls f(position, KV head, place of the token) for the committed tokens [start, end).
+/// Calls f(position, KV head, place of the token) for the tokens [start, end).
 template <class F>
 void KVCache::for_each_token(const Sequence& sequence, std::int64_t layer, std::int64_t start, std::int64_t end,
                              F f) const {
     for (std::int64_t head = 0; head < layers_[layer].num_kv_heads; ++head) {
         const HeadView head_view = view(layer, head, sequence.blocks.data());
         for (std::int64_t position = start; position < end; ++position)
-            f(position, head, place_of(layers_[layer], head_view, position, sequence.length));
+            f(position, head, place_of(layers_[layer], head_view, position, sequence.pending_length));
     }
 }
 
@@ -119,6 +119,18 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
     if (has_state_at(sequence_id, start + num_tokens)) copy_state(sequence, out + sequence_bytes(num_tokens));
 }
 
+void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const {
+    const Sequence& sequence = whole_sequence(sequence_id);
+    const TokenCodec codec(dtype_, layers_[layer]);
+    const std::int64_t keys = layers_[layer].num_kv_heads * codec.key_bytes();
+    for_each_token(sequence, layer, 0, sequence.pending_length,
+                   [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
+                       std::uint8_t* const token = out + position * codec.token_bytes();
+                       codec.read_key(place, token + head * codec.key_bytes());
+                       codec.read_value(place, token + keys + head * codec.value_bytes());
+                   });
+}
+
 bool KVCache::has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const {
     const Sequence& sequence = whole_sequence(sequence_id);
     return states_.num_blocks() && !sequence.state_spoilt && num_tokens <= sequence.length &&
@@ -168,6 +180,7 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
             codec.write_key(place, key);
             codec.write_value(place, value);
         });
+    note_full(sequence_id, start);
 }
 
 /// Returns the sequence, new or not, with blocks for `length` committed tokens; `cleared`: new blocks are zeros. A state

@@ -61,6 +61,8 @@ PlannedSpan WorkList::place(const KVCache& cache, const Span& span) const {
     planned.end = span.mode == SpanMode::read ? sequence.length : span.context_len + span.num_rows;
     planned.mode = span.mode;
     planned.num_nodes = std::int32_t(span.num_nodes());
+    if (span.mode > SpanMode::read) planned.end = sequence.pending_length;
+    if (span.mode == SpanMode::again_partial) planned.num_nodes = std::int32_t(num_nodes_of(planned.end));
     planned.is_cut = planned.attends() && span.is_stored() && layer_.num_kv_heads == 1 && !layer_.index() &&
                      layer_.picked_by < 0 &&
                      span.num_rows * layer_.group() >= kCutBlocks * kBlockRows;

@@ -329,6 +329,7 @@ void Worker::import_blocks(std::int64_t sequence_id, std::int64_t start, std::in
 
 int Worker::read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces) {
     require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
+    const std::int64_t first = start;
     std::int64_t num_tokens = 0;
     for (const FilePiece& piece : pieces) {
         require(piece.num_tokens > 0 && piece.offset >= 0, "import: a piece of no tokens, or of none of a file");
@@ -343,6 +344,7 @@ int Worker::read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, st
     }
     ReadJob job(fd, pieces, std::move(places));
     pool_.run_here(job);
+    cache_.note_full(sequence_id, first);
     return job.error();
 }
 

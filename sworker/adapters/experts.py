@@ -1,11 +1,12 @@
 """Mixtures of experts on the CPU: transformers' grouped products, with enough rows for each expert.
 
-torch's product rounds a row differently among fewer than 8 rows, and routing decides how many an expert gets. So a
-sequence's bits would depend on the others in the batch. Experts with fewer rows get rows of zeros added.
+torch's product rounds a row differently among few rows, and routing decides how many an expert gets. So a sequence's
+bits would depend on the others in the batch. Experts get rows of zeros added, up to a number that proves right.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,12 +31,15 @@ def experts_forward(
     """Return each row's weighted sum of its experts' outputs, [rows, hidden]; ``top_k_index``: int64 [rows, k]."""
     k = top_k_index.shape[1]
     counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts)
-    min_expert_rows = 8
-    missing = (min_expert_rows - counts).clamp(min=0) * (counts > 0)
-    added = torch.repeat_interleave(torch.arange(len(counts)), missing)
+    sizes = tuple(next(experts.parameters()).shape[-2:])
+    least, multiple = row_counts(hidden_states.dtype, sizes, torch.get_num_threads())
+    wanted = (counts.clamp(min=least) + multiple - 1) // multiple * multiple
+    added = torch.repeat_interleave(torch.arange(len(counts)), (wanted - counts) * (counts > 0))
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    added = torch.cat([added, added[-1:].expand(-len(added) % k)]).reshape(-1, k)
+    # Each added row has k experts too. The last expert gets the rest, again in whole multiples
+    rest = next(number for number in range(0, multiple * k, multiple) if (len(added) + number) % k == 0)
+    added = torch.cat([added, added[-1:].expand(rest)]).reshape(-1, k)
     output = grouped_mm_experts_forward(
         experts,
         torch.cat([hidden_states, hidden_states.new_zeros(len(added), hidden_states.shape[1])]),
@@ -43,3 +47,19 @@ def experts_forward(
         torch.cat([top_k_weights, top_k_weights.new_zeros(added.shape)]),
     )
     return output[: len(hidden_states)]
+
+
+@functools.cache
+def row_counts(dtype: torch.dtype, sizes: tuple[int, int], num_threads: int) -> tuple[int, int]:
+    """Return (least, multiple) of rows: torch's product with a weight of ``sizes`` gives a row one result in all.
+
+    Products share rows among threads, and in float32 a thread rounds differently if it has fewer than four.
+    """
+    generator = torch.Generator()
+    most = 40  # rows, of which the first numbers are tried; with more, threads have enough of them
+    rows = torch.randn(4 * most, sizes[0], generator=generator).to(dtype)
+    weight = torch.randn(sizes, generator=generator).to(dtype)
+    found = rows @ weight
+    repeats = [torch.equal(rows[:count].contiguous() @ weight, found[:count]) for count in range(most)]
+    ways = ((8, 1), (8, 4), (16, 1), (16, 8), (32, 1))
+    return next((way for way in ways if all(repeats[way[0] :: way[1]])), ways[0])

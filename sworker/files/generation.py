@@ -13,7 +13,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.sampling_params import SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError
-from fastdecode.sworker.files import gguf_tokenizer
+from fastdecode.core.optional import optional
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     loaded = _loaded(config, file)
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
-    own = gguf_tokenizer.sampling(file) if file and config.generation_config != "vllm" else {}
+    own = optional("GGUF tokenizer").sampling(file) if file and config.generation_config != "vllm" else {}
     # Keys of generation_config.json that are used, as in vLLM, and our names for them
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -53,7 +53,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     text_config = hf_config.get_text_config()
     named = loaded.get("eos_token_id")
     ends = _listed(getattr(text_config, "eos_token_id", None) if named is None else named)
-    every = dict.fromkeys([*ends, *(gguf_tokenizer.ends(file) if file else ())])
+    every = dict.fromkeys([*ends, *(optional("GGUF tokenizer").ends(file) if file else ())])
     SamplingParams(**{names[name]: each for name, each in config.override_generation_config.items() if name in names})
     defaults = {name: value for name, value in wanted.items() if _can_be_meant(config.model, name, value)}
     return defaults, [each for each in every if _is_token(config.model, each, int(text_config.vocab_size))]

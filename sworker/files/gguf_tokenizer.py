@@ -22,9 +22,6 @@ WHOLE_WORDS = {
 Llama 3's and Mistral's. The names are llama.cpp's.
 """
 
-AS_GPT2 = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
-"""Kinds that split like GPT-2, as transformers does for every unknown kind."""
-
 ENDS = re.compile(r"tokenizer\.ggml\.e(?:os|ot|om|og)_token_ids?")
 """Matches a GGUF file's keys that hold ids of tokens that end a text, a turn or a message."""
 
@@ -74,12 +71,14 @@ def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
     # Kinds that split every digit off, before they split like GPT-2
     digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
+    # Kinds that split like GPT-2, as transformers does for every unknown kind
+    alike = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
     if pre in WHOLE_WORDS:
         backend.model.ignore_merges = True
     elif pre in digits:
         as_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), as_gpt2])
-    elif pre not in AS_GPT2 | GGUF_PRE_TOKENIZER_SPLITS.keys():
+    elif pre not in alike | GGUF_PRE_TOKENIZER_SPLITS.keys():
         logger.warning(
             "%s: its text is split as GPT-2 does it, since the way %r (tokenizer.ggml.pre) is not known: where tokens "
             "differ, give the original's --tokenizer", file, pre,

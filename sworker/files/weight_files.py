@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,58 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from fastdecode.core.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
+
+GGUF_NEEDS = ("gguf", "accelerate")
+"""Packages that transformers needs to read a GGUF file."""
+
+ADAPTER_FILE = "adapter_config.json"
+"""The file that marks a LoRA adapter's folder, in peft's format."""
+
+
+def weights_place(model: str) -> tuple[str, dict[str, str]]:
+    """Return arguments of ``from_pretrained``, positional and by name. For PATH.gguf they name its folder and file.
+
+    Raise ModelLoadError if there is no such file, or a package to read it is not installed.
+    """
+    path = Path(model)
+    if path.suffix != ".gguf":
+        return model, {}
+    if not path.is_file():
+        raise ModelLoadError(f"cannot load {model!r}: no such file")
+    missing = [name for name in GGUF_NEEDS if find_spec(name) is None]
+    if missing:
+        needs = " and ".join(missing)
+        raise ModelLoadError(f"cannot load {model!r}: GGUF files need {needs}: pip install 'fastdecode[gguf]'")
+    return str(path.parent), {"gguf_file": path.name}
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ModelLoadError for a model folder that holds an adapter; transformers would load the adapter's own base."""
+    if not (folder / ADAPTER_FILE).is_file():
+        return
+    where = f"--model {adapter_config(folder).get('base_model_name_or_path') or 'BASE'} --lora-modules NAME={folder}"
+    beside = " beside a model" if (folder / "config.json").exists() else ", without a model"
+    raise ModelLoadError(
+        f"cannot load {str(folder)!r}: it holds a LoRA adapter ({ADAPTER_FILE}){beside}: give {where}, or take the "
+        "file away"
+    )
+
+
+def check_not_adapted(model: Any) -> None:
+    """Raise ModelLoadError if ``model`` was loaded from an adapter: transformers loads its base beside the adapter."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelLoadError("the model is a LoRA adapter: give its base, and --lora-modules NAME=FOLDER")
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the adapter in ``folder``. Raise ModelLoadError if it is no JSON object."""
+    try:
+        found = json.loads((folder / ADAPTER_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder / ADAPTER_FILE}: not a readable JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{folder / ADAPTER_FILE}: must hold a JSON object")
+    return found
 
 
 def check_files(folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.sworker.model import gguf
+from fastdecode.sworker.model import gguf, packing
 from fastdecode.sworker.model.loader import load_hf_config, max_position_embeddings, resolve_dtype
 
 
@@ -40,7 +40,7 @@ class TransformersBaseline:
         else:
             name, named = gguf.weights_source(config.model)
             model = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=dtype, **named)
-            self.model = gguf.unpacked(model).eval()
+            self.model = packing.unpacked(model).eval()
 
     def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> Iterator[BatchTimes]:
         """Run greedy static batches in order, each as long as its longest output; yield their times."""

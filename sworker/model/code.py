@@ -15,6 +15,13 @@ import torch
 from fastdecode.kinds.layout import KVLayout
 
 
+class AnyRank(Protocol):
+    """The tensor-parallel rank whose part of the model a process loads; see ``Rank``."""
+
+    index: int
+    size: int
+
+
 class ModelCode(Protocol):
     """The code of a loaded model without its attention."""
 

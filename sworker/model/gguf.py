@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +12,23 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.utils import logging as transformers_logging
 
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.files import gguf_config, gguf_rope
-
-NEEDED = ("gguf", "accelerate")
-"""Packages that transformers needs for such a file."""
-
-
-def source(model: str) -> tuple[str, dict[str, str]]:
-    """Return arguments of ``from_pretrained``, positional and by name. For PATH.gguf they name its folder and file.
-
-    Raise ModelLoadError if there is no such file, or a package to read it is not installed.
-    """
-    path = Path(model)
-    if path.suffix != ".gguf":
-        return model, {}
-    if not path.is_file():
-        raise ModelLoadError(f"cannot load {model!r}: no such file")
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        needs = " and ".join(missing)
-        raise ModelLoadError(f"cannot load {model!r}: GGUF files need {needs}: pip install 'fastdecode[gguf]'")
-    return str(path.parent), {"gguf_file": path.name}
+from fastdecode.sworker.files import gguf_rope
+from fastdecode.sworker.files.gguf_config import complete
+from fastdecode.sworker.files.weight_files import weights_place
+from fastdecode.sworker.model.packing import unpacked
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return ``source`` for weights that are unpacked, since packed ones have their own attention and products."""
-    name, named = source(model)
+    """Return ``weights_place`` for unpacked weights, since packed ones have their own attention and products."""
+    name, named = weights_place(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 
 
-def completed(hf_config: Any, model: str) -> Any:
-    """Return ``hf_config`` completed from a GGUF file; unchanged for any other model."""
-    if source(model)[1]:
-        gguf_config.complete(hf_config, Path(model))
-    return hf_config
-
-
 def check_all_taken(model: Any, name: str) -> None:
-    """Raise ModelLoadError for a tensor of a GGUF file for which the model has no parameter.
+    """Raise ModelLoadError for a tensor of the GGUF file ``name`` for which the model has no parameter.
 
     transformers silently drops such tensors.
     """
-    if not source(name)[1]:
-        return
     header = GgufHeader.from_file(name)
     if header.architecture in GGUF_CONFIG_ARCHS:  # loading these architectures reports unused tensors
         return
@@ -78,26 +51,17 @@ def check_all_taken(model: Any, name: str) -> None:
         )
 
 
-def unpacked(model: Any) -> Any:
-    """Return ``model`` as a plain one that can be moved and saved, without its packing information."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        model.hf_quantizer = None
-        model.is_quantized = False
-        model.quantization_method = None
-        del model.config.quantization_config
-    return model
-
-
 def save_as_safetensors(file: Path, folder: Path) -> None:
     """Save a GGUF file in ``folder`` as a transformers model in bfloat16."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        name, named = source(str(file))
+        name, named = weights_place(str(file))
         AutoTokenizer.from_pretrained(name, **named).save_pretrained(folder)
         name, named = weights_source(str(file))
-        hf_config = completed(AutoConfig.from_pretrained(name, gguf_file=file.name), str(file))
+        hf_config = AutoConfig.from_pretrained(name, gguf_file=file.name)
+        complete(hf_config, file)
         loaded = AutoModelForCausalLM.from_pretrained(name, config=hf_config, dtype=torch.float32, **named)
         unpacked(loaded).to(torch.bfloat16).save_pretrained(folder)
     finally:

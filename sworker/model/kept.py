@@ -7,7 +7,6 @@ no attribute ``weight``: code that would read it fails instead of reading packed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastdecode.sworker.model.checkpoints import Packed, Weight
 from fastdecode.sworker.model.formats import Layout
-from fastdecode.sworker.model.packed_weight import PackedWeight
-from fastdecode.sworker.products.codes import codes_of
-from fastdecode.sworker.products.linears import multiplies_alone
+from fastdecode.sworker.model.prepack import multiplies_alone
 
 NAME = "fastdecode_kept"
 """The name of this quantizer within transformers."""
@@ -54,28 +51,6 @@ class KeptLinear(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the layer's sizes as ``nn.Linear`` prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
-
-
-def restore_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Replace every ``KeptLinear`` by an ``nn.Linear`` whose weight, of ``dtype``, takes no memory beside the packed.
-
-    A read of the weight unpacks it.
-    """
-    for name, kept in [each for each in model.named_modules() if isinstance(each[1], KeptLinear)]:
-        with torch.device("meta"):
-            linear = torch.nn.Linear(kept.in_features, kept.out_features, bias=False, dtype=dtype)
-        linear.weight = PackedWeight.of(linear.weight, partial(kept.unpacked, dtype))
-        linear.bias = kept.bias
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, linear.eval())
-
-
-def unpack_unquantized(model: torch.nn.Module) -> None:
-    """Give each linear layer that stays unquantized a plain weight in place of a packed one."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, PackedWeight) and not codes_of(module):
-            module.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
 
 
 @register_quantization_config(NAME)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,19 +15,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from fastdecode.perfmodel.model_config import read_shape
-from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.core.errors import ConfigError, ModelLoadError
+from fastdecode.core.optional import optional
 from fastdecode.sworker.adapters.experts import use_padded_experts
 from fastdecode.sworker.adapters.index import use_index
 from fastdecode.sworker.adapters.latents import use_latent_rows
 from fastdecode.sworker.adapters.own_recurrences import use_own_recurrences
 from fastdecode.sworker.adapters.states import use_states
 from fastdecode.sworker.files import rope
-from fastdecode.sworker.files.weight_files import check_files, check_tensors
-from fastdecode.sworker.model import gguf, lora, packing, sharding
-from fastdecode.sworker.model.refusals import ADAPTER, OWN_ATTENTION, STATE, check_config, has_state_types, refuse
-from fastdecode.sworker.model.sharding import Rank
+from fastdecode.sworker.files.weight_files import (
+    check_files,
+    check_no_adapter,
+    check_not_adapted,
+    check_tensors,
+    weights_place,
+)
+from fastdecode.sworker.model import packing
+from fastdecode.sworker.model.code import AnyRank
+from fastdecode.sworker.model.refusals import (
+    ADAPTER,
+    OWN_ATTENTION,
+    STATE,
+    check_config,
+    has_state_types,
+    one_clear_error,
+    one_line,
+    refuse,
+)
 from fastdecode.sworker.run.pipeline import ATTENTION_NAME, register_attention
 from fastdecode.sworker.run.staging import DTYPE_NAME, TORCH_DTYPE
 
@@ -45,13 +58,14 @@ joined: 1.8 times the weights, measured with FP8.
 
 def load_hf_config(config: EngineConfig) -> Any:
     """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
-    lora.check_folder(Path(config.model))
+    check_no_adapter(Path(config.model))
     with one_clear_error(config.model):
-        name, named = gguf.source(config.model)
+        name, named = weights_place(config.model)
         hf_config = AutoConfig.from_pretrained(
             name, revision=config.revision, trust_remote_code=config.trust_remote_code, **named
         )
-        gguf.completed(hf_config, config.model)
+        if named:
+            optional("GGUF").complete(hf_config, Path(config.model))
     apply_overrides(hf_config, config.hf_overrides)
     check_config(hf_config)
     return hf_config
@@ -97,30 +111,42 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
                 **named,
             )
             check_tensors(config.model, info, "num_hidden_layers" in config.hf_overrides)
-            gguf.check_all_taken(model, config.model)
+            if weights_place(config.model)[1]:
+                optional("GGUF").check_all_taken(model, config.model)
             if form.is_kept:
                 packing.say_kept(model, config.model, form)
     has_states = use_states(model) or use_own_recurrences(model)
     if not has_states and (getattr(model, "_is_stateful", False) or has_state_types(hf_config)):
         refuse(hf_config, "keeps a state beside its attention (a state-space or hybrid model)", STATE)
     with one_clear_error(config.model):
-        model = lora.merged(gguf.unpacked(model), config.lora)
-        adapt(model)
-        use_latent_rows(model)
-        use_index(model)
-        if device.type == "cpu":
-            use_padded_experts(model)
-        return model.eval().requires_grad_(False)
+        return _ready(config, model, adapt, device)
+
+
+def _ready(
+    config: EngineConfig, model: Any, adapt: Callable[[torch.nn.Module], None], device: torch.device
+) -> torch.nn.Module:
+    """Return the loaded ``model`` with adapters merged and attention adapted, in evaluation mode."""
+    model = packing.unpacked(model)
+    check_not_adapted(model)
+    if config.lora:
+        model = optional("LoRA").merged(model, Path(config.lora[1]))
+    adapt(model)
+    use_latent_rows(model)
+    use_index(model)
+    if device.type == "cpu":
+        use_padded_experts(model)
+    return model.eval().requires_grad_(False)
 
 
 def _weights_source(
     config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, str | None, dict[str, Any], packing.Packing]:
     """Return (class to call ``from_pretrained`` on, positional argument, named arguments, the weights' form)."""
-    name, named = gguf.weights_source(config.model)
+    name, named = weights_place(config.model)
     loads = auto_class(hf_config.model_type)
     remote = {"trust_remote_code": config.trust_remote_code}
     if named:  # a GGUF file
+        named = optional("GGUF").weights_source(config.model)[1]
         return loads, name, named | remote | {"revision": config.revision}, packing.Packing("plain")
     form = packing.choose(config, hf_config, device)
     skeleton = partial(packing.skeleton, loads, hf_config, remote)
@@ -130,11 +156,11 @@ def _weights_source(
     return loads, name, named | remote | {"revision": config.revision}, form
 
 
-def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: Rank | None) -> torch.nn.Module:
+def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: AnyRank | None) -> torch.nn.Module:
     """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
     with one_clear_error(config.model):  # the device may be too small
         if rank:
-            sharding.shard(model, hf_config, rank)
+            optional("sharding").shard(model, hf_config, rank)
         device = resolve_device(config.device)
         # The model is on the CPU already, and to() would unpack each weight that is packed by now
         return model if device.type == "cpu" else model.to(device)
@@ -144,13 +170,10 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
     """Register our attention with transformers; return a function for what remains to do with a loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
-        from fastdecode.sworker.adapters.own_positions import use_given_positions
-
-        return use_given_positions
+        return optional("own positions").use_given_positions
     if hf_config.model_type not in OWN_ATTENTION:
         return lambda model: None
-    from fastdecode.sworker.adapters import own_attention
-
+    own_attention = optional("own attention")
     own_attention.register()
     return own_attention.adapt
 
@@ -200,20 +223,6 @@ def num_layers(config: EngineConfig) -> int:
     return int(load_hf_config(replace(config, hf_overrides={})).get_text_config().num_hidden_layers)
 
 
-def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
-    """Return the sizes of the model that ``config`` loads, as the performance model sees them.
-
-    Raise UnsupportedModelError for a kind of model that the performance model's equations do not cover.
-    """
-    hf_config = hf_config or load_hf_config(config)
-    device = resolve_device(config.device)
-    bits = packing.planned_bits(config, hf_config, device)
-    plain = {name: value for name, value in hf_config.to_dict().items() if name != "quantization_config"}
-    dtype = DTYPE_NAME[resolve_dtype(config.dtype, hf_config)]
-    shape = replace(read_shape(plain, config.model), dtype=dtype, weight_bits=bits)
-    return replace(shape, multiplies_int8=multiplies_int8(config))
-
-
 def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
     """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
     # Keys of rotary embeddings, which transformers keeps in one attribute
@@ -227,49 +236,12 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         try:
             setattr(hf_config, name, value)
         except Exception as error:
-            raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {_one_line(error)}") from error
+            raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {one_line(error)}") from error
     text_config = hf_config.get_text_config()
     layer_types = vars(text_config).get("layer_types")  # some models compute layer types
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
-
-
-@contextlib.contextmanager
-def one_clear_error(model: str) -> Iterator[None]:
-    """Turn any error of loading into one line that names the model."""
-    try:
-        yield
-    except (ModelLoadError, UnsupportedModelError, ConfigError):
-        raise
-    except Exception as error:
-        raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error
-
-
-def _reason(model: str, error: Exception) -> str:
-    folder = Path(model)
-    if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
-        return "no such folder; give a folder with config.json and safetensors files, a GGUF file, or a model id"
-    if folder.suffix == ".gguf":
-        return f"it is no complete GGUF file: fetch it again ({_one_line(error)})"
-    if folder.is_file():
-        return "this is a file; give the folder it is in"
-    if folder.is_dir() and not (folder / "config.json").exists():
-        return "the folder has no config.json"
-    if isinstance(error, json.JSONDecodeError):
-        return f"config.json is not valid JSON ({error})"
-    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-        return (
-            "the folder has its weights as .bin files, which can hold code; convert them to safetensors once, where "
-            "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    return _one_line(error)
-
-
-def _one_line(error: Exception) -> str:
-    """Return the first line of an error, with the second if the first only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 @contextlib.contextmanager

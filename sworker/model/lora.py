@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,23 +10,14 @@ from typing import Any
 import torch
 
 from fastdecode.core.errors import ModelLoadError
-from fastdecode.sworker.files.weight_files import check_file
-
-FILE = "adapter_config.json"
-"""The file that marks an adapter's folder, in peft's format."""
+from fastdecode.sworker.files.weight_files import ADAPTER_FILE, adapter_config, check_file
 
 
-def merged(model: torch.nn.Module, adapter: tuple[str, str] | None) -> torch.nn.Module:
-    """Return ``model`` with the weights of ``adapter``, a name and a folder, added; unchanged for None.
+def merged(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """Return ``model`` with the weights of the LoRA adapter in ``folder`` added.
 
-    Raise ModelLoadError if the folder has no LoRA adapter, or one of another model. Raise it also if ``model`` was
-    loaded from an adapter: transformers then loads its base, with the adapter beside the weights.
+    Raise ModelLoadError if the folder has no LoRA adapter, or one of another model.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelLoadError("the model is a LoRA adapter: give its base, and --lora-modules NAME=FOLDER")
-    if adapter is None:
-        return model
-    folder = Path(adapter[1])
     _check(folder)
     from peft import PeftConfig, PeftModel
 
@@ -77,27 +67,16 @@ def _part_shared(wrapped: Any) -> None:
             wrapped.config.get_text_config().tie_word_embeddings = False
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a model folder that holds an adapter; transformers would load the adapter's own base."""
-    if not (folder / FILE).is_file():
-        return
-    where = f"--model {_config(folder).get('base_model_name_or_path') or 'BASE'} --lora-modules NAME={folder}"
-    beside = " beside a model" if (folder / "config.json").exists() else ", without a model"
-    raise ModelLoadError(
-        f"cannot load {str(folder)!r}: it holds a LoRA adapter ({FILE}){beside}: give {where}, or take the file away"
-    )
-
-
 def _check(folder: Path) -> None:
     """Check an adapter's ``folder`` as far as possible without importing peft; raise ModelLoadError."""
-    if not (folder / FILE).is_file():
-        raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {FILE}, as peft saves adapters")
+    if not (folder / ADAPTER_FILE).is_file():
+        raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {ADAPTER_FILE}, as peft saves adapters")
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelLoadError(
             f"lora_modules: {str(folder)!r} has no adapter_model.safetensors; other forms can hold code"
         )
     check_file(folder / "adapter_model.safetensors")
-    config = _config(folder)
+    config = adapter_config(folder)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
@@ -109,21 +88,11 @@ def _check(folder: Path) -> None:
     }
     for name, why in not_merged.items():
         if config.get(name):
-            raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {FILE}: {why}")
+            raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {ADAPTER_FILE}: {why}")
     if find_spec("peft") is None:
         raise ModelLoadError("lora_modules: merging an adapter needs peft: pip install 'fastdecode[lora]'")
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder / FILE}: not a readable JSON file: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{folder / FILE}: must hold a JSON object")
-    return found
-
-
 def _other_model(folder: Path, why: str) -> str:
-    base = _config(folder).get("base_model_name_or_path")
+    base = adapter_config(folder).get("base_model_name_or_path")
     return f"lora_modules: the adapter in {str(folder)!r} was made for another model (its base is {base!r}): {why}"

@@ -92,7 +92,8 @@ class FileMaps:
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                is_file = rest[3] != "0"  # the inode number; 0 if no file is mapped
+                # No file has inode 0. Other threads may write a library's variables at any time.
+                is_file = rest[3] != "0" and not (unwritten and ".so" in rest[-1])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
@@ -110,8 +111,18 @@ class FileMaps:
         index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
         if not tensor.is_contiguous() or index < 0 or end > self._ranges[index][1]:
             return False
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        return size > 0 and madvise(first, size, mmap.MADV_DONTNEED) == 0
+        return _give_back(start, end)
+
+    def let_all_go(self) -> None:
+        """Give back all pages of the mappings. They must be unwritten; what is read again comes from its file."""
+        for start, end in self._ranges:
+            _give_back(start, end)
+
+
+def _give_back(start: int, end: int) -> bool:
+    """Tell the system that the whole pages from ``start`` to ``end`` may be read from their file again."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return size > 0 and madvise(first, size, mmap.MADV_DONTNEED) == 0

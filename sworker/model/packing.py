@@ -19,7 +19,6 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
-from fastdecode.perfmodel.model_sizes import FORMATS, format_of
 from fastdecode.sworker.model import checkpoints
 from fastdecode.sworker.model.held import weight_bytes
 from fastdecode.sworker.model.kept import KeptConfig, kept_weights, why_not_kept
@@ -169,6 +168,16 @@ def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.M
     return model
 
 
+def unpacked(model: Any) -> Any:
+    """Return ``model`` as a plain one that can be moved and saved, without its packing information."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.quantization_method = None
+        del model.config.quantization_config
+    return model
+
+
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
     """Log as a warning, so that users see it, that weights stay packed, with their bytes and the reason."""
     logger.warning(
@@ -216,14 +225,3 @@ def is_quantized(name: str, module: Any) -> bool:
     # R-workers multiply with
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)
-
-
-def planned_bits(config: EngineConfig, hf_config: Any, device: torch.device) -> float:
-    """Return the bits per weight in the layers of ``config``'s model; 0.0 if weights are not quantized or packed."""
-    if config.quantization == "int8":
-        return 8.0 if device.type == "cpu" else FORMATS["int8"]
-    if config.quantization == "int4":
-        return FORMATS["gptq"]
-    settings = checkpoints.quantization(hf_config)
-    kept = settings and choose(config, hf_config, device).is_kept
-    return FORMATS.get(format_of(settings) or "", 0.0) if kept else 0.0

@@ -6,6 +6,7 @@ and v) share one product. Packed weights are not kept twice: see :class:`PackedW
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -192,3 +193,18 @@ def _can_share(linears: list[torch.nn.Module]) -> bool:
         return False
     kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linears}
     return len(kinds) == 1
+
+
+@functools.cache
+def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
+    """Return whether ``kind`` computes what ``nn.Linear`` does; a subclass may do something else."""
+    if kind is torch.nn.Linear:
+        return True
+    rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
+    try:
+        layer = kind(8, 5)
+        layer.weight.data, layer.bias.data = weight, bias
+        with torch.inference_mode():
+            return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
+    except Exception:  # a kind with another constructor
+        return False

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdecode.core.errors import UnsupportedModelError
+from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from fastdecode.sworker.files.rope import check_named
 from fastdecode.sworker.files.rope import settings as rope_settings
 
@@ -96,3 +100,40 @@ def check_rope(hf_config: Any, max_model_len: int) -> None:
                 f"changes its {kind} rotary frequencies beyond {limit} tokens for a whole batch at once; "
                 f"it runs with --max-model-len {limit} or less",
             )
+
+
+@contextlib.contextmanager
+def one_clear_error(model: str) -> Iterator[None]:
+    """Turn any error of loading into one line that names the model."""
+    try:
+        yield
+    except (ModelLoadError, UnsupportedModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"cannot load {model!r}: {_reason(model, error)}") from error
+
+
+def _reason(model: str, error: Exception) -> str:
+    folder = Path(model)
+    if not folder.exists() and (folder.is_absolute() or model.startswith(".")):
+        return "no such folder; give a folder with config.json and safetensors files, a GGUF file, or a model id"
+    if folder.suffix == ".gguf":
+        return f"it is no complete GGUF file: fetch it again ({one_line(error)})"
+    if folder.is_file():
+        return "this is a file; give the folder it is in"
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return "the folder has no config.json"
+    if isinstance(error, json.JSONDecodeError):
+        return f"config.json is not valid JSON ({error})"
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        return (
+            "the folder has its weights as .bin files, which can hold code; convert them to safetensors once, where "
+            "you trust them: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return one_line(error)
+
+
+def one_line(error: Exception) -> str:
+    """Return the first line of an error, with the second if the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,23 +14,20 @@ import torch
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
 from fastdecode.core.machine import available_memory_bytes
-from fastdecode.perfmodel.model_shape import ModelShape
+from fastdecode.core.optional import optional
 from fastdecode.sworker.files.generation import generation_defaults
-from fastdecode.sworker.model.code import ModelCode
+from fastdecode.sworker.model.code import AnyRank, ModelCode
 from fastdecode.sworker.model.first_layers import first_layers
-from fastdecode.sworker.model.held import bits_of
-from fastdecode.sworker.model.load_code import load_code
 from fastdecode.sworker.model.loader import (
     load_hf_config,
     max_position_embeddings,
-    model_shape,
     most_positions,
     multiplies_int8,
 )
 from fastdecode.sworker.model.refusals import check_rope
-from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
+from fastdecode.sworker.model.transformers_code import load
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -41,7 +37,7 @@ class SModel:
     """A loaded and probed causal LM. ``code`` computes it. ``layout`` describes this rank's heads to R-workers,
     ``whole_layout`` all heads to prefill workers."""
 
-    def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
+    def __init__(self, config: EngineConfig, rank: AnyRank | None = None) -> None:
         """``rank``: the tensor-parallel rank whose part of the model is loaded; None for the whole model."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
@@ -49,7 +45,10 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        loaded = load_code(config, hf_config, rank)
+        if config.model_impl == "vllm":
+            loaded = optional("vLLM's code").load(config, hf_config)
+        else:
+            loaded = load(config, hf_config, rank)
         self.code, self._weights = loaded.code, loaded.digest
         self.layout, self.whole_layout = loaded.layout, loaded.whole_layout
         self.model_type = str(hf_config.model_type)
@@ -118,12 +117,9 @@ class SModel:
         return torch.cuda.get_device_name() if self.on_gpu else ""
 
     @property
-    def shape(self) -> ModelShape:
-        """Sizes of the model. Raise UnsupportedModelError if the performance model's equations do not cover it."""
-        shape = model_shape(self._config, self._hf_config).absorbing(self._config.latent_absorption == "r")
-        if not shape.multiplies_int8:
-            shape = replace(shape, weight_bits=bits_of(self.model))
-        return shape.keeping_states(self._config.state_on == "s")
+    def shape(self) -> Any:
+        """Its ``ModelShape``. Raise UnsupportedModelError if the performance model's equations do not cover it."""
+        return optional("model shape").loaded_shape(self._config, self._hf_config, self.model)
 
     def first_layers(self, num_layers: int) -> ModelCode:
         """Return the code of the model's first ``num_layers`` layers, norm and head; see `first_layers.py`."""

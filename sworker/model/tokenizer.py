@@ -21,9 +21,9 @@ from fastdecode.api.conversations import (
 )
 from fastdecode.api.text_limits import TextBound, check_can_fit, check_conversation_can_fit
 from fastdecode.core.errors import ConfigError, ModelLoadError, RequestError
-from fastdecode.sworker.files import gguf_tokenizer
+from fastdecode.core.optional import optional
 from fastdecode.sworker.files.content_format import Format, formats_of, in_format, in_formats
-from fastdecode.sworker.model import gguf
+from fastdecode.sworker.files.weight_files import weights_place
 from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 
 
@@ -35,14 +35,14 @@ class HFTokenizer:
     def __init__(self, config: EngineConfig) -> None:
         name = config.tokenizer or config.model
         try:
-            folder, named = gguf.source(name)
+            folder, named = weights_place(name)
             file = Path(name) if named else None
-            told = gguf_tokenizer.arguments(file) if file else {}
+            told = optional("GGUF tokenizer").arguments(file) if file else {}
             self.hf = AutoTokenizer.from_pretrained(
                 folder, revision=config.revision, trust_remote_code=config.trust_remote_code, **named, **told
             )
             if file:
-                gguf_tokenizer.complete(self.hf, file)
+                optional("GGUF tokenizer").complete(self.hf, file)
             self.backend: BackendTokenizer = self.hf.backend_tokenizer
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -10,23 +10,18 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, UnsupportedModelError
+from fastdecode.core.optional import optional
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.model.checkpoints import published_codes, quantization
-from fastdecode.sworker.model.code import LoadedCode
+from fastdecode.sworker.model.code import AnyRank, LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
-from fastdecode.sworker.model.gpu_rows import GpuRows
 from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
-from fastdecode.sworker.model.kept import restore_linears, unpack_unquantized
 from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
+from fastdecode.sworker.model.packed_weight import FileMaps
 from fastdecode.sworker.model.packing import choose
 from fastdecode.sworker.model.prepack import PackedLinears
-from fastdecode.sworker.model.sharding import Rank
 from fastdecode.sworker.model.support import probe_layers, probe_layout
-from fastdecode.sworker.products.experts import pack_experts, quantize_experts
-from fastdecode.sworker.products.gated import GatedLayers
-from fastdecode.sworker.products.linears import IntegerLinears, num_attention_heads, quantize_linears
-from fastdecode.sworker.products.ordered import order_products
 from fastdecode.sworker.run.staging import MIN_ROWS
 
 logger = logging.getLogger(__name__)
@@ -68,7 +63,7 @@ class TransformersCode:
         return TransformersCode(module, self.least_rows)
 
 
-def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
+def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCode:
     """Load the model that ``config`` names, or its part for ``rank``. Raise ConfigError, ModelLoadError or
     UnsupportedModelError."""
     packed_in, form = quantization(hf_config), choose(config, hf_config, resolve_device(config.device))
@@ -82,22 +77,24 @@ def load(config: EngineConfig, hf_config: Any, rank: Rank | None) -> LoadedCode:
     layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
     if multiplies_int8(config):
         published = published_codes(config.model, config.revision, packed_in)
-        restore_linears(whole, resolve_dtype(config.dtype, hf_config))
-        quantize_linears(whole, hf_config, published)
-        unpack_unquantized(whole)
-        quantize_experts(whole, num_attention_heads(hf_config))
+        dtype = resolve_dtype(config.dtype, hf_config)
+        optional("integer products").quantize(whole, hf_config, published, dtype)
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
+    if multiplies_int8(config):
+        FileMaps(unwritten=True).let_all_go()  # files stay mapped for their norms, with the pages of read experts
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
 def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
     """Replace parts of the model by faster forms; return the layout that the probe finds with these forms."""
     model = code.module
-    integers = IntegerLinears(model)
-    if pack_experts(model) or integers.num_layers:
-        order_products(model, hf_config)
-    replaced = PackedLinears(model), FusedRows(model), GpuRows(model), GatedLayers(model, integers)
+    integers = optional("integer products").IntegerProducts(model, hf_config) if multiplies_int8(config) else None
+    replaced: list[Any] = [PackedLinears(model), FusedRows(model)]
+    if code.device.type == "cuda":
+        replaced.append(optional("GPU rows").GpuRows(model))
+    if integers:
+        replaced.append(integers.gated_layers())
     try:
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

@@ -13,6 +13,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fastdecode import _sworker
+from fastdecode.core.machine import return_free_memory
 from fastdecode.sworker.adapters.experts import EXPERTS_NAME, experts_forward
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.products.codes import EXPERTS, IntegerCodes, Ranks, block_of, quantized
@@ -75,6 +76,7 @@ def pack_experts(model: torch.nn.Module) -> int:
             config: Any = module.config
             config._experts_implementation = f"{EXPERTS_NAME}_int8"
             count += 1
+            return_free_memory()
     return count
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastdecode import _sworker
 from fastdecode.core.errors import ModelLoadError
@@ -22,7 +21,7 @@ from fastdecode.sworker.adapters.index import plan_of_picked_heads
 from fastdecode.sworker.adapters.latents import plan_of_latent_heads
 from fastdecode.sworker.model.checkpoints import Codes
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.model.prepack import SharedProduct
+from fastdecode.sworker.model.prepack import SharedProduct, multiplies_alone
 from fastdecode.sworker.products.codes import (
     NAME,
     IntegerCodes,
@@ -87,21 +86,6 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them
     kept_names = ("router", "indexer", "kv_b_proj")
     return not any(part in name for part in kept_names)
-
-
-@functools.cache
-def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
-    """Return whether ``kind`` computes what ``nn.Linear`` does; a subclass may do something else."""
-    if kind is torch.nn.Linear:
-        return True
-    rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
-    try:
-        layer = kind(8, 5)
-        layer.weight.data, layer.bias.data = weight, bias
-        with torch.inference_mode():
-            return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
-    except Exception:  # a kind with another constructor
-        return False
 
 
 def expert_counts(hf_config: Any) -> set[int]:

@@ -12,9 +12,6 @@ from fastdecode.core.machine import available_memory_bytes, cpu_name, usable_cor
 from fastdecode.sworker.products.codes import block_of, quantized
 from fastdecode.sworker.products.linears import IntegerProduct
 
-PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
-"""Rows, columns and depth of the timed product."""
-
 READ_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 
 LINK_BYTES = 256 << 20
@@ -56,14 +53,14 @@ def measure_device(multiplies_int8: bool = False) -> DeviceSpeed:
 
 
 def _flops(device: torch.device) -> float:
-    size = PRODUCT_SIZES[device.type]
+    size = 8192 if device.type == "cuda" else 1024  # rows, columns and depth of the timed product
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2.0 * size**3 / _median_seconds(lambda: left @ right, device)
 
 
 def _integer_flops() -> float:
     """Return twice the multiply-adds per second of an int8 linear layer on the CPU, whose rows are quantized too."""
-    size = PRODUCT_SIZES["cpu"]
+    size = 1024
     linear = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16)
     product = IntegerProduct([linear], [quantized(linear.weight, block_of(size, 1, False))])
     rows = torch.randn(size, size).to(torch.bfloat16)

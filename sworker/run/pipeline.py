@@ -146,6 +146,13 @@ class Forward(Protocol):
         """The greenlet of the forward. The pipeline switches to it, with o from the second time on."""
 
 
+class Graphs(Protocol):
+    """Captured graphs of a model's decodes (``ModelGraphs``)."""
+
+    def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> Forward | None:
+        """Return a forward of ``packed`` by graphs; None if no captured graphs fit these rows."""
+
+
 class Pipeline:
     """Runs the mini-batches of a step over one backend, from one thread."""
 

@@ -7,25 +7,25 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastdecode.core.metrics import HOST, MODEL, WAIT, StateClock
+from fastdecode.core.optional import optional
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.step import ScheduledStep
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.model.code import ModelCode
-from fastdecode.sworker.run.cuda_graphs import GraphRecorder, ModelGraphs
-from fastdecode.sworker.run.cuda_staging import CudaDevice, CudaStaging
-from fastdecode.sworker.run.pipeline import Forward, MiniBatchForward, Pipeline
+from fastdecode.sworker.run.pipeline import Forward, Graphs, MiniBatchForward, Pipeline
 from fastdecode.sworker.run.prompt_scratch import PromptScratch
 from fastdecode.sworker.run.prompts import PromptAttention
-from fastdecode.sworker.run.query_taps import QueryTaps
 from fastdecode.sworker.run.staging import (
     TORCH_DTYPE,
     HostStaging,
     PackedRows,
+    QueryTaps,
     Staging,
     from_numpy,
     pack,
@@ -73,7 +73,7 @@ class SWorker:
         self._lead = lead
         self._sampler = Sampler()
         self.prompt_scores: dict[int, PromptScores] = {}
-        self.graphs: ModelGraphs | None = None
+        self.graphs: Graphs | None = None
         self.taps = QueryTaps((), self.device)
 
     def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
@@ -88,7 +88,7 @@ class SWorker:
         recorder = make_recorder(self.device)
         if recorder is not None:
             max_rows = -(-max_num_seqs // num_mini_batches)
-            self.graphs = ModelGraphs(self.code, recorder, num_mini_batches, max_rows)
+            self.graphs = optional("CUDA graphs").ModelGraphs(self.code, recorder, num_mini_batches, max_rows)
 
     def run(
         self,
@@ -223,9 +223,12 @@ class SWorker:
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
     """Return the staging for a model on ``device``."""
-    return CudaStaging(backend, CudaDevice(device)) if device.type == "cuda" else HostStaging(backend)
+    if device.type != "cuda":
+        return HostStaging(backend)
+    cuda = optional("CUDA staging")
+    return cuda.CudaStaging(backend, cuda.CudaDevice(device))
 
 
-def make_recorder(device: torch.device) -> GraphRecorder | None:
-    """Return the recorder of CUDA graphs for a model on ``device``; None for the CPU."""
-    return GraphRecorder(device) if device.type == "cuda" else None
+def make_recorder(device: torch.device) -> Any:
+    """Return the ``GraphRecorder`` of CUDA graphs for a model on ``device``; None for the CPU."""
+    return optional("CUDA graphs").GraphRecorder(device) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """Sampling: one token per row from the logits of a step, vectorized over the batch and independent of it."""
 
+from fastdecode.sworker.sampling.logits import SamplingRow
 from fastdecode.sworker.sampling.probabilities import sample_seed
-from fastdecode.sworker.sampling.rows import SamplingRow
 from fastdecode.sworker.sampling.sampler import SampledToken, Sampler, distribution
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "distribution", "sample_seed"]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-DEAD_END = "no text can complete this form, such as where a rule or $ref leads only to itself"
-
 _BIAS_OF_BITS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
 ).astype(np.float32)
@@ -227,7 +225,9 @@ def _obstacle(matcher: LLMatcher) -> str:
     ahead = matcher.deep_copy()
     ahead.compute_bitmask()
     problem = _first_line(ahead.get_error()) if ahead.is_error() else ""
-    return DEAD_END if problem == "NoExtensionBias" else problem
+    if problem != "NoExtensionBias":
+        return problem
+    return "no text can complete this form, such as where a rule or $ref leads only to itself"
 
 
 def _first_line(problem: str) -> str:

@@ -1,4 +1,4 @@
-"""Edits of logits that depend on their rows' tokens.
+"""A row's sampling input, and edits of logits that depend on their rows' tokens.
 
 Bias, bans and penalties are sparse updates of the whole batch. Each gathers its (row, token) cells in one index, so the
 cost grows with the cells, not the vocabulary. The order is vLLM's: allowed tokens, logit bias, ``min_tokens``, bad
@@ -9,12 +9,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode.sworker.sampling.rows import SamplingRow
+from fastdecode.api.sampling_params import SamplingParams
+from fastdecode.sworker.sampling.grammar import Matcher
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One sequence's data for the sampler. The token lists are read during the call and not kept.
+
+    ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``; they include end-of-sequence unless
+    it is ignored. ``bad_words_token_ids``: token sequences of ``params.bad_words``, in every spelling.
+    ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed. ``grammar``:
+    tells which tokens may come next; the code that takes the token advances it.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    generator_seed: int = 0
+    grammar: Matcher | None = None
+
+    def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
+        """Return the row for the token after ``draft_token_ids``. ``grammar``: the grammar's state after them."""
+        if self.plain_from <= len(self.output_token_ids):
+            return self
+        return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if bias, bans or penalties apply to this row in this step."""
+        params = self.params
+        held_back = bool(self.stop_token_ids) and len(self.output_token_ids) < params.min_tokens
+        edited = params.changes_logits or held_back or bool(self.bad_words_token_ids)
+        return edited or self.grammar is not None
+
+    @cached_property
+    def plain_from(self) -> float:
+        """Number of output tokens from which on the next token is the likeliest by the model's unchanged logits."""
+        if not self.params.greedy or self.params.changes_logits or self.bad_words_token_ids or self.grammar is not None:
+            return math.inf
+        return self.params.min_tokens if self.stop_token_ids else 0
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

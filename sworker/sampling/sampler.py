@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.weighing import AttentionSource
-from fastdecode.sworker.sampling.logits import edited_logits
+from fastdecode.sworker.sampling.logits import SamplingRow, edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
-from fastdecode.sworker.sampling.rows import SamplingRow
 
 CHUNK_ELEMENTS = 2**21
 """Most logits processed at a time, so that temporary tensors take at most about 50 MB."""
@@ -61,7 +60,9 @@ class Sampler:
         # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
-        for part in _chunks([i for i, row in enumerate(rows) if not row.plain], logits.shape[1]):
+        for part in _chunks(
+            [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.plain_from], logits.shape[1]
+        ):
             index = torch.tensor(part, device=logits.device)
             chosen = _choose(logits.index_select(0, index), [rows[i] for i in part])
             tokens[index] = chosen.masked_fill(tokens[index] == failed, failed)
@@ -169,3 +170,13 @@ def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: 
     chosen = {ids[0]: (values[0], chosen_rank)}
     likeliest = {ids[rank]: (values[rank], rank) for rank in range(1, count + 1)}
     return chosen | likeliest
+
+
+def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
+    """Return how many of ``draft_token_ids`` are accepted: those before the first that differs from ``sampled``.
+    ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
+    """
+    for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
+        if token.token_id != draft:
+            return count
+    return len(draft_token_ids)

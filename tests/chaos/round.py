@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 import traceback
 from collections import Counter
@@ -16,7 +17,7 @@ from helpers.engine_checks import assert_nothing_held
 from helpers.ports import free_port
 from helpers.prefill_workers import AnyParts
 
-from chaos.configuration import Ask, Configuration, accepted_settings
+from chaos.configuration import SPARSE, Ask, Configuration, accepted_settings
 from chaos.events import Events
 from chaos.parking import leave_prefixes, place_disks
 from chaos.processes import Leftovers, Processes
@@ -91,6 +92,7 @@ class Round:
         """Start the round's engine with as many of its settings as are accepted together."""
         drawn = self.drawn
         settings = self._accepted()
+        settings |= drawn_audit(drawn)
         disks = place_disks(settings, self._folder, self._cleanup)
         memory = cache_bytes(drawn, wanted, "kv_shard_tokens" in settings)
         flags = ("--kv-cache-memory", str(memory))
@@ -171,6 +173,10 @@ class Round:
             self.result.faults += events.faults
             self.result.log += events.log + [f"nothing to befall: {each}" for each in events.left]
             self.result.counts += events.counts
+            changes = engine.membership.changes
+            if changes.faulty or changes.undecided:
+                self.result.fault(f"audit: a false alarm: {changes.faulty} named, {changes.undecided} undecided")
+            self.result.counts["audited"] = changes.audited
             self.result.counts["steps"] = events.step
             self.result.counts["events"] = len(events.log)
             self.result.counts["missed"] = len(events.left)
@@ -227,6 +233,13 @@ class Round:
             )
         if any(not is_right for is_right in self._hopeless.values()):
             self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
+
+
+def drawn_audit(drawn: Configuration) -> dict[str, Any]:
+    """Half the rounds audit a share of their rows, where the model has some."""
+    rng = random.Random(f"audit {drawn.seed}")
+    has_rows = drawn.architecture not in SPARSE and drawn.settings.get("latent_absorption") != "r"
+    return {"audit": rng.choice([0.02, 0.3, 1.0])} if has_rows and rng.random() < 0.5 else {}
 
 
 def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingParams:

@@ -30,10 +30,10 @@ FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 RANK_JOB = str(Path(__file__).with_name("rank_job.py"))
 RELAY = str(Path(__file__).with_name("relay.py"))
 R_SIDE = tuple(f"fastdecode.{name}" for name in ("cli.r_worker", "cluster.r_worker.joiner", "cluster.r_worker.health",
-               "cluster.r_worker.serve", "cluster.links.tcp", "cluster.r_worker.server"))  # fmt: skip
-S_SIDE = tuple(
-    f"fastdecode.{name}" for name in ("engine.compose.build", "cli.serve", "cli.prefill_worker", "cli.run_batch")
-)
+               "cluster.links.shared_memory", "cluster.links.tcp", "cluster.r_worker.server"))  # fmt: skip
+S_SIDE = tuple(f"fastdecode.{name}" for name in ("engine.compose.build", "cli.serve", "cli.prefill_worker",
+               "cli.run_batch", "drafting.drafters", "engine.compose.timed_steps", "journal.kept_journal",
+               "sworker.products.products", "tensor_parallel.ranks"))  # fmt: skip
 XDIST_WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """The command by which pytest-xdist starts a process that runs tests."""
 SERVER_VARIABLE = "FASTDECODE_TEST_FORK_SERVER"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from fastdecode.core.optional import PARTS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "fastdecode": "fastdecode",
@@ -21,14 +23,23 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class Module:
-    """A module's name under ``fastdecode``, and every dotted name that it imports, also inside functions."""
+    """A module's name under ``fastdecode`` and every dotted name it imports, inside functions too.
+
+    ``optional``: modules that it imports as ``optional`` once settings ask for them (``fastdecode.core.optional``).
+    """
 
     name: str
     imports: frozenset[str]
+    optional: frozenset[str] = frozenset()
 
     @property
     def own(self) -> set[str]:
-        """Imports from this project, as names under ``fastdecode``."""
+        """Imports from this project, as names under ``fastdecode``; optional ones too."""
+        return self.always | self.optional
+
+    @property
+    def always(self) -> set[str]:
+        """Imports from this project that need no setting."""
         return {name.partition(".")[2] for name in self.imports if name.split(".")[0] == "fastdecode"}
 
     @property
@@ -60,15 +71,17 @@ def read_module(name: str, tree: ast.Module, known: set[str]) -> Module:
     ``from package import x`` counts as ``package.x`` where that is a module, else as ``package``. Imports under
     TYPE_CHECKING count, except in the package's own __init__, which hands names of upper floors through.
     """
-    found = set()
+    found, optional = set(), set()
     for node in _nodes(tree, name == ""):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "optional":
+            optional |= {PARTS[each.value] for each in node.args if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{name}: relative import"
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {member if member in known else node.module for member in members}
-    return Module(name, frozenset(found))
+    return Module(name, frozenset(found), frozenset(optional))
 
 
 @cache
@@ -79,9 +92,12 @@ def modules() -> tuple[Module, ...]:
 
 
 @cache
-def reached() -> dict[str, frozenset[str]]:
-    """Return for each module all modules that importing it can bring, by names under ``fastdecode``."""
-    edges = {module.name: module.own - {""} for module in modules()}
+def reached(optional: bool = True) -> dict[str, frozenset[str]]:
+    """Return for each module all modules that importing it can bring, by names under ``fastdecode``.
+
+    ``optional``: with the modules that only some settings ask for.
+    """
+    edges = {module.name: (module.own if optional else module.always) - {""} for module in modules()}
 
     def all_from(start: str) -> frozenset[str]:
         found: set[str] = set()

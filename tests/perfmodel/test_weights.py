@@ -142,4 +142,4 @@ def test_a_table_without_a_gpu_or_with_too_little_memory_is_refused(
     path = tmp_path / "profile.json"
     path.write_text(write_profile(profile()))
     assert main(["plan", "--table", "--profile", str(path)]) == 2
-    assert "table: it compares with the GPU alone; name one with --gpu" in capsys.readouterr().err
+    assert "table: the table compares with the GPU alone; name a GPU with --gpu" in capsys.readouterr().err

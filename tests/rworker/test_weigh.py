@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from fastdecode import _rworker
+from fastdecode.cluster.r_worker.host import weigh
+from fastdecode.core.weighing import WeighedPart, Weighing
 from fastdecode.kinds import Dense
 
 from .harness import Layer, make_worker, random_rows, table
@@ -143,3 +145,13 @@ def test_what_is_not_possible_is_refused() -> None:
     worker.begin_step(table([]), [table([(0, 42, 1, 1)])])
     with pytest.raises(ValueError, match="never submitted"):
         ask(worker, q, 40)
+
+
+def test_a_question_past_the_end_is_refused() -> None:
+    """The S-worker counts more tokens than are cached: the blocks that it asks about are not all here."""
+    layer = LAYERS["plain"]
+    worker, q = in_step(layer, 40, "float32")
+    held, beyond = WeighedPart(0, 0, 41, 0, 42), WeighedPart(0, 0, 99, 0, 100)
+    assert len(weigh(worker, Weighing(held, 16, (0,), (q,)))) == 3
+    with pytest.raises(ValueError, match="100 tokens make 7 blocks, and 3 are here"):
+        weigh(worker, Weighing(beyond, 16, (0,), (q,)))

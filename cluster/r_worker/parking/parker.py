@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from fastdecode import _rworker
+from fastdecode.cluster.r_worker.audits import check_memory
 from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
@@ -71,6 +72,7 @@ class Parker:
         """See ``Parks.park``. The first answer lists the chains that the R-worker drops to make room."""
         if self._asked != (asked := (sequence_id, chain)):
             self._give_up()
+            check_memory(self._worker, sequence_id, chain.num_blocks * self._worker.block_size)
             head = self._head(chain)
             for name in superseded:
                 self._directory.drop(self._path(name).name)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastdecode.api.config import EngineConfig, prefill_settings
 from fastdecode.api.settings import ON_R_WORKERS, WorkerSpec, is_loopback, split_address
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.machine import KV_CACHE_SHARE, STATE_SHARE, available_memory_bytes, usable_cores
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Parks
 from fastdecode.core.protocols import AttentionBackend, PrefillBackend
 from fastdecode.core.state_room import StateRoom
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from fastdecode.cluster.pool.backend import PoolBackend
     from fastdecode.cluster.pool.joining import JoinListener
     from fastdecode.cluster.r_worker.tuning import Tuning
-    from fastdecode.cluster.ray.ray_backend import RayJob
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def make_backend(
     config: EngineConfig,
     cores: list[int],
     prefill_workers: PrefillBackend | None = None,
-    ray_job: RayJob | None = None,
+    ray_job: Any = None,
     model: str = "",
     run: Run | None = None,
     insists: bool = True,
@@ -51,19 +51,16 @@ def make_backend(
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
     if ray_job:
-        from fastdecode.cluster.pool.tcp import join_listener
-        from fastdecode.cluster.ray.ray_backend import RayBackend
-
-        pool: PoolBackend = RayBackend(ray_job)
+        pool: PoolBackend = optional("Ray pool").RayBackend(ray_job)
         address = config.pool_listen or f"{ray_job.host}:0"
-        listener = join_listener(address, config.block_size, ray_job.security, config.silence_seconds)
+        listener = optional("TCP pool").join_listener(
+            address, config.block_size, ray_job.security, config.silence_seconds
+        )
     else:
         pool = _make_pool(config, cores, model, run or Run("", ""), insists)
         if config.pool_listen:
-            from fastdecode.cluster.pool.tcp import listen_for_joins
-
             guard = config.key_file, config.security, config.silence_seconds
-            listener = listen_for_joins(config.pool_listen, config.block_size, *guard)
+            listener = optional("TCP pool").listen_for_joins(config.pool_listen, config.block_size, *guard)
     if listener:
         logger.info("R-workers may join at %s", listener.address)
         if (config.pool_listen or "").endswith(":0"):
@@ -73,25 +70,26 @@ def make_backend(
         pool.accept_joins(listener)
     if config.wait_for_r_workers and config.tensor_parallel_size == 1:
         pool.take_back()
+    pool.set_audit(config.audit, config.seed)
     return pool
 
 
-def place_on_ray(config: EngineConfig) -> RayJob | None:
-    """Reserve room for R-workers in a Ray cluster; return None if ``config`` asks for none.
+def place_on_ray(config: EngineConfig) -> Any:
+    """Reserve room for R-workers in a Ray cluster. Return the ``RayJob``, or None if ``config`` asks for none.
 
     Raise CapacityError if there is no room. The caller must end the job, unless ``make_backend`` gets it.
     """
     spec = config.r_worker_spec
     if spec.kind != "ray":
         return None
-    from fastdecode.cluster.ray.ray_backend import RayJob
-
     memory = config.bytes_of("kv_cache_memory")
-    return RayJob(spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security)
+    return optional("Ray pool").RayJob(
+        spec.count, config.r_threads, memory, spec.strict_spread, config.key_file, config.security
+    )
 
 
-def with_key_of(ray_job: RayJob, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
-    """Return ``config`` with a temporary file of the job's key, unless it has a key file.
+def with_key_of(ray_job: Any, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
+    """Return ``config`` with a temporary file of the ``RayJob``'s key, unless it has a key file.
     ``cleanup`` removes the file.
     """
     if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
@@ -112,11 +110,10 @@ def parks_of(backend: AttentionBackend) -> Parks | None:
 def journal_copies(backend: AttentionBackend) -> Place:
     """Return R-workers' memory as a place for a journal. Raise BackendError if ``backend`` cannot reach it."""
     from fastdecode.cluster.pool.backend import PoolBackend
-    from fastdecode.cluster.pool.journal_copies import JournalCopies
 
     if not isinstance(backend, PoolBackend):
         raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
-    return JournalCopies(backend)
+    return optional("journal copies").JournalCopies(backend)
 
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
@@ -144,9 +141,7 @@ def _is_near(spec: WorkerSpec) -> bool:
     if spec.kind == "ray":
         return False
     if spec.kind == "mpi":
-        from fastdecode.cluster.links.mpi_job import join_as_s_worker
-
-        return join_as_s_worker().is_on_one_machine
+        return bool(optional("MPI job").join_as_s_worker().is_on_one_machine)
     return all(is_loopback(split_address("workers", each)[0]) for each in spec.addresses)
 
 
@@ -155,18 +150,17 @@ def make_prefill_backend(config: EngineConfig) -> PrefillBackend | None:
     spec = config.prefill_worker_spec
     if spec is None:
         return None
-    from fastdecode.cluster.prefill.connect import listening_workers, ranked_workers, spawned_workers
     from fastdecode.cluster.wire.handshake import read_security
 
-    security = read_security(config.key_file, config.security)
+    security, workers = read_security(config.key_file, config.security), optional("prefill workers")
     if spec.kind == "tcp":
-        return listening_workers(spec.addresses, security)
+        return workers.listening_workers(spec.addresses, security)
     if spec.kind == "mpi":
-        return ranked_workers(security)
+        return workers.ranked_workers(security)
     cores = config.prefill_core_list or usable_cores()
     threads = config.prefill_thread_count
     settings = {name: getattr(config, name) for name in prefill_settings()}
-    return spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
+    return workers.spawned_workers(spec.count, settings, threads, cores, config.key_file, security)
 
 
 def tuning() -> Tuning:
@@ -184,45 +178,27 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     if config.state_on != "s":
         return None
     from fastdecode.cluster.pool.backend import PoolBackend
-    from fastdecode.cluster.pool.state_pairs import LayerParts, StateKeeper
 
     if not isinstance(backend, PoolBackend):
         raise BackendError("state_on: 's' is for R-workers of one S-worker process")
+    pairs = optional("state pairs")
     memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
-    room = StateRoom.of(memory, LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
     cores = config.s_core_list or usable_cores()
-    threads = config.s_threads or len(cores)
+    num_kept = config.max_num_seqs + room.kept
     folder = Path(config.journal_folder, "states") if config.keep_session and config.journal_folder else None
-    backend.keep_states(StateKeeper(config.max_num_seqs + room.kept, threads, tuple(cores), folder))
+    backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores), folder))
     return room
 
 
 def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, insists: bool) -> PoolBackend:
     spec = config.r_worker_spec
-    guard = config.key_file, config.security, config.silence_seconds
     if spec.kind == "tcp":
-        from fastdecode.cluster.pool.tcp import TcpBackend
-        from fastdecode.cluster.wire.leases import AskedLease
-
-        this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
-        lease = None
-        if config.session:
-            any_run = config.journal == ON_R_WORKERS
-            before = f"{model} " if any_run else before
-            lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
-        may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1
-        return TcpBackend(spec.addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
-
+        return _listening(config, model, run, insists)
     if spec.kind == "join":
-        from fastdecode.cluster.pool.tcp import JoiningBackend
-
-        return JoiningBackend(spec.count)
-
+        return optional("TCP pool").JoiningBackend(spec.count)
     if spec.kind == "mpi":
-        from fastdecode.cluster.pool.mpi import MpiBackend
-
-        return MpiBackend(config.block_size)
-
+        return optional("MPI pool").MpiBackend(config.block_size)
     from fastdecode.cluster.r_worker.host import RWorkerSize
 
     num_bytes = kv_cache_bytes(config)
@@ -232,15 +208,29 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
         RWorkerSize(num_bytes, num_threads, tuple(itertools.islice(turns, num_threads))) for _ in range(spec.count)
     ]
     if spec.kind == "spawn":
-        from fastdecode.cluster.pool.spawn import SpawnBackend
-
-        return SpawnBackend(sizes, config.block_size, *guard, config.park)
-
+        guard = config.key_file, config.security, config.silence_seconds
+        return optional("spawned pool").SpawnBackend(sizes, config.block_size, *guard, config.park)
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.wire.handshake import read_security
 
     security = read_security(config.key_file, config.security)
     return InprocBackend(sizes, config.block_size, config.separate_cores, security, config.park)
+
+
+def _listening(config: EngineConfig, model: str, run: Run, insists: bool) -> PoolBackend:
+    """Return the pool of listening R-workers, which continue the session that ``config`` names."""
+    from fastdecode.cluster.wire.leases import AskedLease
+
+    this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
+    lease = None
+    if config.session:
+        any_run = config.journal == ON_R_WORKERS
+        before = f"{model} " if any_run else before
+        lease = AskedLease(config.session, this, before, config.keep_session, waits=not insists, any_run=any_run)
+    may_miss = config.keep_session > 0 and config.tensor_parallel_size == 1
+    guard = config.key_file, config.security, config.silence_seconds
+    addresses = config.r_worker_spec.addresses
+    return optional("TCP pool").TcpBackend(addresses, config.block_size, *guard, lease, config.stands_by, may_miss)
 
 
 def prepare(config: EngineConfig) -> None:
@@ -250,19 +240,15 @@ def prepare(config: EngineConfig) -> None:
     """
     spec, prefill = config.r_worker_spec, config.prefill_worker_spec
     if config.in_mpi_job:
-        from fastdecode.cluster.links.mpi_job import join_as_s_worker
-
         num_ranks = prefill.count if prefill and prefill.kind == "mpi" else 0
-        join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
+        optional("MPI job").join_as_s_worker().begin(spec.kind == "mpi", num_ranks, config.key_file)
     if spec.on_this_machine:
         from fastdecode.cluster.r_worker.tuning import forced_isa, forced_read_ahead
 
         forced_isa()
         forced_read_ahead()
     if spec.kind == "ray":
-        from fastdecode.cluster.ray.ray_backend import check_installed
-
-        check_installed()
+        optional("Ray pool").check_installed()
 
 
 def kv_cache_bytes(config: EngineConfig) -> int:

@@ -9,17 +9,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
 from fastdecode.core.errors import BackendError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
-from fastdecode.core.protocols import AttentionBackend, PrefillBackend
+from fastdecode.core.optional import optional
+from fastdecode.core.protocols import AttentionBackend, PrefillBackend, RanksBackend
 from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Companion, Membership, Parking
-from fastdecode.drafting.speculation import Speculation, make_drafter
 from fastdecode.engine.compose.backends import (
     check_room,
     keep_states_here,
@@ -34,26 +35,19 @@ from fastdecode.engine.compose.backends import (
 from fastdecode.engine.compose.outliving import make_journal, resume_session
 from fastdecode.engine.compose.own_caches import common_isa, layer_cache_maker, make_draft_backend, make_prompt_backend
 from fastdecode.engine.compose.setup import (
+    check_ways,
     make_parking,
     make_scheduler,
     pin_s_worker,
     prompt_tokens,
-    with_absorption,
 )
-from fastdecode.engine.compose.ways import check_ways
 from fastdecode.engine.live import LiveRequests, LiveWorld
 from fastdecode.journal.journal import next_run
-from fastdecode.journal.pulse import Listening
 from fastdecode.journal.records import Run
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.prefills.policy import make_prefill_policy
-from fastdecode.prefills.remote_prefills import RemotePrefills
 from fastdecode.scheduler import Scheduler
 from fastdecode.sworker import PromptCache, SModel, SWorker, set_threads
-from fastdecode.sworker.part.attention import TIMED_ROWS
 from fastdecode.sworker.run.s_worker import Lead
-from fastdecode.tensor_parallel.rank_backend import TensorParallelBackend
-from fastdecode.tensor_parallel.ranks import Ranks, begin_ranks, follow
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +63,8 @@ class Parts:
     world: LiveWorld
     requests: LiveRequests
     membership: Membership
-    prefills: RemotePrefills | None
-    speculation: Speculation | None
+    prefills: Any
+    speculation: Any
     parking: Parking | None
 
     @property
@@ -87,7 +81,7 @@ class _Pool:
     """
 
     backend: AttentionBackend
-    ranks: TensorParallelBackend | None
+    ranks: RanksBackend | None
     layout: KVLayout
     r_workers: list[RWorkerInfo]
     state_room: StateRoom | None
@@ -99,8 +93,10 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     ``cleanup`` frees what was started, also after an error. Raise the FastDecodeError of any part. On a rank other than
     the first this does not return.
     """
-    config = with_absorption(config)
-    follow(config)
+    if config.profile:
+        config = optional("timed steps").with_absorption(config)
+    if config.tensor_parallel_size > 1:
+        optional("ranks").follow(config)
     if backend is None:
         prepare(config)
     r_cores = usable_cores()
@@ -112,7 +108,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
     prefill_backend = make_prefill_backend(config)  # prefill workers load their models while this process continues
     if prefill_backend:
         cleanup.callback(prefill_backend.close)
-    ranks = begin_ranks(config)
+    ranks = optional("ranks").Ranks(config) if config.tensor_parallel_size > 1 else None
     if ranks:
         cleanup.callback(ranks.close)
         config = ranks.config
@@ -138,7 +134,8 @@ def _first_pool(
     It insists once the earlier S-worker shows no heartbeat in the journal's folder. Without a folder, R-workers notice
     its silence.
     """
-    pulse = Listening(config.journal_folder) if config.stands_by and config.journal_folder else None
+    folder = config.journal_folder if config.stands_by else None
+    pulse = optional("pulse").Listening(folder) if folder else None
     reason = ""
     # Seconds between two attempts of a standby to open its session
     standby_seconds = 0.25
@@ -159,8 +156,8 @@ def _first_pool(
         time.sleep(standby_seconds)
 
 
-def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Ranks | None, cleanup: ExitStack) -> _Pool:
-    """Open the R-workers of ``own``, or those of all ranks, with caches for ``model``; return them."""
+def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Any, cleanup: ExitStack) -> _Pool:
+    """Open the R-workers of ``own``, or those of all ``ranks`` (``Ranks``, or None), with caches for ``model``."""
     shared = ranks.backend(own) if ranks else None
     backend = shared or own
     cleanup.callback(backend.close)
@@ -194,16 +191,18 @@ def _put_together(
         whole = replace(model.whole_layout, isa=common_isa(pool.r_workers))
         kv_heads = [layer.num_kv_heads for layer in model.layout.layers]
         num_workers = prefill_backend.open(model.identity, model.max_model_len, model.vocab_size, whole, kv_heads)
-        make_cache = layer_cache_maker(config, 2 * TIMED_ROWS)
-        prefill_policy = make_prefill_policy(config, model, s_worker, pool.r_workers, num_workers, make_cache)
+        prefill_policy = optional("prefill policy").make_prefill_policy(
+            config, model, s_worker, pool.r_workers, num_workers, partial(layer_cache_maker, config)
+        )
     scheduler = make_scheduler(
         config, model, s_worker, pool.r_workers, num_mini_batches, scratch_tokens, prefill_policy, pool.state_room
     )
     fingerprint = f"{model.identity} {model.layout.kv_dtype} {model.layout.state_dtype} {config.seed}"
     journal = make_journal(config, fingerprint, pool.backend, pool.r_workers, run, cleanup)
     resume_session(scheduler, pool.r_workers, journal, config.keep_session > 0)
-    method = config.prefill_parallel
-    prefills = RemotePrefills(prefill_backend, pool.r_workers, method) if prefill_backend else None
+    prefills = None
+    if prefill_backend:
+        prefills = optional("remote prefills").RemotePrefills(prefill_backend, pool.r_workers, config.prefill_parallel)
     in_ranges = scheduler.limits.placing.segment_tokens < model.max_model_len
     world = LiveWorld(pool.backend, s_worker, pool.r_workers, in_flight, prefills, pool.ranks, in_ranges)
     requests = LiveRequests(in_flight, model.eos_token_ids, s_worker.clock, journal)
@@ -251,17 +250,14 @@ def _make_speculation(
     in_flight: InFlight,
     cleanup: ExitStack,
     lead: Lead | None,
-) -> Speculation | None:
+) -> Any:
     """Return the companion that drafts for requests ``in_flight``; None without drafting.
     ``lead``: see ``make_drafter``.
     """
     if config.speculative is None:
         return None
-
-    def make_own_backend(layout: KVLayout) -> AttentionBackend:
-        return make_draft_backend(config, layout, model.max_model_len)
-
-    drafter = make_drafter(
+    make_own_backend = partial(make_draft_backend, config, max_model_len=model.max_model_len)
+    drafter = optional("drafters").make_drafter(
         config, config.speculative, model, s_worker, num_mini_batches, make_own_backend, cleanup, lead
     )
-    return Speculation(drafter, in_flight, s_worker.clock)
+    return optional("speculation").Speculation(drafter, in_flight, s_worker.clock)

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.held import KnownTokens
+from fastdecode.core.optional import optional
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.engine.compose.backends import journal_copies
 from fastdecode.journal.journal import Journal
-from fastdecode.journal.kept_journal import KeptJournal
 from fastdecode.journal.places import Folder
-from fastdecode.journal.pulse import Pulse
 from fastdecode.journal.records import Run
 from fastdecode.scheduler import Scheduler
 from fastdecode.scheduler.prefix.adopted import Held
@@ -41,7 +40,8 @@ def make_journal(
     folder = config.journal_folder
     place = Folder(folder, takes_over) if folder else journal_copies(backend)
     cleanup.callback(place.close)
-    journal = KeptJournal(place, fingerprint, run.name, max(worker.epoch for worker in r_workers))
+    epoch = max(worker.epoch for worker in r_workers)
+    journal: Journal = optional("journal").KeptJournal(place, fingerprint, run.name, epoch)
     cleanup.callback(journal.close)
     if folder is None and not journal.was_found and (names := [each.name for each in r_workers if each.kept_of]):
         logger.warning(
@@ -50,7 +50,7 @@ def make_journal(
             config.session, ", ".join(names),
         )  # fmt: skip
     if folder and config.session is not None:
-        cleanup.callback(Pulse(folder).close)
+        cleanup.callback(optional("pulse").Pulse(folder).close)
     return journal
 
 

@@ -22,7 +22,7 @@ def make_draft_backend(config: EngineConfig, layout: KVLayout, max_model_len: in
     sequence_bytes = (-(-max_model_len // config.block_size) + 1) * config.block_size * layout.room_bytes_per_token
     most = config.bytes_of("kv_cache_memory") or int(available_memory_bytes() * DRAFT_CACHE_SHARE)
     num_bytes = max(sequence_bytes, min(config.max_num_seqs * sequence_bytes, most))
-    return InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+    return InprocBackend([RWorkerSize(num_bytes, config.s_thread_count, tuple(cores))], config.block_size)
 
 
 def make_prompt_backend(
@@ -39,7 +39,7 @@ def make_prompt_backend(
     # each prompt's last block may be partly empty
     num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs
     num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
-    backend = InprocBackend([RWorkerSize(num_bytes, config.s_threads or len(cores), tuple(cores))], config.block_size)
+    backend = InprocBackend([RWorkerSize(num_bytes, config.s_thread_count, tuple(cores))], config.block_size)
     isa = common_isa(r_workers)
     backend.open(replace(layout, isa=isa if has_isa(isa) else "auto", kv_port=""))
     return backend
@@ -52,7 +52,7 @@ def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayo
     from fastdecode.cluster.r_worker.host import make_layer_cache
 
     cores = tuple(config.s_core_list or usable_cores())
-    return lambda layout: make_layer_cache(layout, num_tokens, config.s_threads or len(cores), cores)
+    return lambda layout: make_layer_cache(layout, num_tokens, config.s_thread_count, cores)
 
 
 def common_isa(r_workers: Sequence[RWorkerInfo]) -> str:

@@ -1,51 +1,35 @@
-"""Parts of an engine made from settings and loaded parts: threads, scheduler, and models of step times."""
+"""Parts of an engine made from settings and loaded parts, and a check that settings and layers fit together."""
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.dtypes import ITEM_BYTES
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.machine import SCRATCH_SHARE, usable_cores
+from fastdecode.core.machine import SCRATCH_SHARE
+from fastdecode.core.optional import optional
 from fastdecode.core.parked import Parks
 from fastdecode.core.placing import UNLIMITED
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy, StepTime
 from fastdecode.core.state_room import StateRoom
-from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
+from fastdecode.kinds import Way
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.perfmodel.deployment import Deployment, check_alike, check_own, deployed_step_model, this_machine
-from fastdecode.perfmodel.equations import token_budget
-from fastdecode.perfmodel.profile_json import load_profile
-from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
-from fastdecode.perfmodel.step_model import MeasuredStepTime, StepModel
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
-from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
+from fastdecode.scheduler.schedules import MOVED_BYTES_PER_SECOND
 from fastdecode.sworker import SModel, SWorker
-from fastdecode.sworker.model.loader import model_shape
-
-logger = logging.getLogger(__name__)
-
-CPU_TILE_TOKENS = 64
-"""A token budget with a time target is a multiple of this number of tokens, with which products are fastest."""
 
 
 def pin_s_worker(config: EngineConfig) -> int:
     """Bind this thread to the S-worker's cores, if ``config`` names any; return the number of threads to use."""
     if config.s_core_list:
         os.sched_setaffinity(0, config.s_core_list)
-    return s_thread_count(config)
-
-
-def s_thread_count(config: EngineConfig) -> int:
-    """Return the number of threads for the S-worker's matrix products: by default one per core."""
-    return config.s_threads or len(config.s_core_list or usable_cores())
+    return config.s_thread_count
 
 
 def make_scheduler(
@@ -65,10 +49,11 @@ def make_scheduler(
     """
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
-    calibrated = live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
+    timed: Any = optional("timed steps") if config.profile or config.tbt_target is not None else None
+    calibrated = timed.live_step_model(config, model, r_workers, num_mini_batches) if config.profile else None
     if config.tbt_target is not None and schedule.prefill is Prefill.CHUNKED:
-        step_time = calibrated or profile_steps(s_worker, r_workers, min(budget, model.max_model_len))
-        budget = budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
+        step_time = calibrated or timed.profile_steps(s_worker, r_workers, min(budget, model.max_model_len))
+        budget = timed.budget_within(config.tbt_target, step_time, config.max_num_seqs, budget)
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
     placing = config.placing.uncut
@@ -109,11 +94,12 @@ def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
     return {"kept_states": room.kept, "state_worth_blocks": -(-room.state_bytes // block_bytes)}
 
 
-def _draft_policy(limits: Limits, calibrated: StepModel | None) -> DraftPolicy | None:
+def _draft_policy(limits: Limits, calibrated: StepTime | None) -> DraftPolicy | None:
     """Return the policy that decides how many tokens are drafted; None without drafting."""
     if not limits.num_speculative_tokens:
         return None
-    return BalancedDrafts(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
+    policy = optional("draft policy").BalancedDrafts
+    return policy(limits.num_speculative_tokens, limits.num_mini_batches, calibrated)
 
 
 def make_parking(
@@ -159,102 +145,60 @@ def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
     return measured if all(measured) else (1.0,) * len(measured)
 
 
-def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:
-    """Return the most tokens of a step within ``target_seconds``: Sarathi-Serve's τ, from ``least`` to ``most``.
-    ``least``: one token per decoding sequence. Raise ConfigError if even these take more than ``target_seconds``.
-    """
-    if step_time(least, 0) > target_seconds:
-        raise ConfigError(
-            f"tbt_target: a step of {least} tokens, one for each of max_num_seqs, takes {step_time(least, 0):.3g} s: "
-            f"give at least that instead of {target_seconds:.3g} s, or lower max_num_seqs"
-        )
-    if most < CPU_TILE_TOKENS or step_time(CPU_TILE_TOKENS, 0) > target_seconds:
-        return least
-    return max(least, token_budget(step_time, target_seconds, tile_tokens=CPU_TILE_TOKENS, most_tokens=most))
+Asks = Callable[[EngineConfig, bool], bool]
+"""A test whether settings use a feature; its second argument says whether the model is on a GPU."""
 
 
-def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
-    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; return the times.
-    The steps run on the R-worker with most room, and leave no tokens in its cache.
-    """
-    index = max(range(len(r_workers)), key=lambda each: r_workers[each].room_tokens)
-    most_tokens = min(most_tokens, r_workers[index].room_tokens)
-    largest = min(CPU_TILE_TOKENS, max(most_tokens, 2))
-    counts = [largest // 2, largest]
-    while 2 * counts[-1] <= most_tokens:
-        counts.append(2 * counts[-1])
-    return MeasuredStepTime(counts, [_step_seconds(s_worker, index, len(r_workers), count) for count in counts])
+def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
+    return getattr(config, name) not in ("auto", None)
 
 
-def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
-    """Return the seconds of the faster of two steps with ``num_tokens`` prompt tokens on R-worker ``index``."""
-    attends = s_worker.layout.cannot("scratch") is not None
-    # An id of no other sequence: R-workers may hold any sequence of an earlier engine
-    trial_id = 1 << 62
-    chunk = Chunk(trial_id, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
-    step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        s_worker.backend.begin_step(step.to_step_plan())
-        try:
-            s_worker.run(step, {})
-        finally:
-            s_worker.backend.abandon_step()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+ASKED: tuple[tuple[Way, str, Asks], ...] = (
+    *(("states", name, partial(_is_given, name)) for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory")),
+    ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
+    ("tsp", "prefill_parallel", lambda config, _: config.prefill_parallel == "tsp"),
+    ("ranks", "tensor_parallel_size", lambda config, _: config.tensor_parallel_size > 1),
+    ("scratch", "prefill_scratch", lambda config, _: config.prefill_scratch is not None),
+    (
+        "early-exit drafts",
+        "speculative_config",
+        lambda config, _: config.speculative is not None and config.speculative.method == "early_exit",
+    ),
+    ("prefill workers", "prefill_workers", lambda config, _: config.prefill_workers is not None),
+    ("states here", "state_on", lambda config, _: config.state_on == "s"),
+    ("sessions", "keep_session", lambda config, _: config.keep_session > 0),
+    ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
+    ("audits", "audit", lambda config, _: config.audit > 0),
+    ("gpu", "device", lambda _, on_gpu: on_gpu),
+    (
+        "states here, sessions",
+        "keep_session",
+        lambda config, _: config.state_on == "s" and config.keep_session > 0 and config.journal_folder is None,
+    ),
+    ("states here, parking", "park_dir", lambda config, _: config.state_on == "s" and config.park_dir is not None),
+    (
+        "states here, prefill workers",
+        "prefill_workers",
+        lambda config, _: config.state_on == "s" and config.prefill_workers is not None,
+    ),
+    (
+        "states here, ranks",
+        "tensor_parallel_size",
+        lambda config, _: config.state_on == "s" and config.tensor_parallel_size > 1,
+    ),
+    (
+        "states there, memory here",
+        "state_memory",
+        lambda config, _: config.state_on != "s" and config.state_memory is not None,
+    ),
+)
+"""The feature, the setting that asks for it, and the test whether settings use the feature."""
 
 
-def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with latent absorption "r" if it is "auto" and R-workers are faster by the profile.
-    Every rank comes to the same decision.
-    """
-    if config.latent_absorption != "auto" or config.profile is None:
-        return config
-    shape, spec = model_shape(config), config.r_worker_spec
-    kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    rows = config.max_num_seqs / (config.num_mini_batches or 2)
-    profile = load_profile(str(config.profile))
-    names = spec.addresses or (spec.kind,)
-    if shape.latent is None or not profile.absorbs_sooner_at_r_workers(shape, kv_dtype, rows, names):
-        return config
-    logger.info("R-workers multiply K and V of latents: by the profile, they answer sooner this way")
-    return replace(config, latent_absorption="r")
-
-
-def live_step_model(
-    config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
-) -> StepModel:
-    """Return the model of this engine's steps from ``config.profile``.
-
-    Raise ProfileError if the profile is of another machine or model.
-    """
-    profile = load_profile(str(config.profile))
-    check_own(profile, this_machine(model.device_name, profile.machine.r_worker, r_workers[0].isa))
-    shape, spec = model.shape, config.r_worker_spec
-    check_alike(profile, shape)
-    names = spec.addresses or (spec.kind,)
-    deployment = Deployment(
-        s_threads=1 if model.on_gpu else s_thread_count(config),
-        r_threads=r_workers[0].num_threads,
-        num_r_workers=len(r_workers),
-        num_mini_batches=num_mini_batches,
-        r_worker=names[0],
-        separate_cores=config.separate_cores or model.on_gpu,
-        r_workers_per_core=_r_workers_per_core(config, r_workers),
-        longest_context=model.max_model_len,
-    )
-    each = (
-        deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
-    )
-    tokens = config.max_num_seqs
-    # the R-worker with the slowest step decides
-    return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))
-
-
-def _r_workers_per_core(config: EngineConfig, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return how many R-worker threads of this machine share a core."""
-    if not config.r_worker_spec.on_this_machine:
-        return 1
-    cores = config.r_core_list or usable_cores()
-    return -(-sum(worker.num_threads for worker in r_workers) // len(cores))
+def check_ways(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> None:
+    """Raise ConfigError for a setting whose feature the layers of ``layout`` do not support."""
+    if reason := layout.cannot_lie_in(config.block_size):
+        raise ConfigError(f"block_size: {reason}")
+    for way, setting, asks in ASKED:
+        if asks(config, on_gpu) and (reason := layout.cannot(way)):
+            raise ConfigError(f"{setting}: {reason}")

@@ -11,9 +11,9 @@ import numpy as np
 from fastdecode.core.errors import BackendError
 from fastdecode.core.parked import hash_after
 from fastdecode.core.types import Verb
-from fastdecode.kinds.sizes import Sizes
 from fastdecode.scheduler.places.place import Block
 from fastdecode.scheduler.places.speeds import Observed, Speeds
+from fastdecode.scheduler.sequence import Sizes
 
 Control = tuple[int, int, int, int]
 

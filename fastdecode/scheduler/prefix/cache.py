@@ -166,6 +166,12 @@ class PrefixCache:
         for index in range(len(self._workers)):
             self._index.clear(index)
 
+    def doubt(self) -> None:
+        """Evict all prefixes, and forget those on disks: they may depend on an R-worker that was found at fault."""
+        self.reset()
+        for index in range(len(self._workers)):
+            self.parked.forget(index)
+
     def lose(self, worker: int) -> None:
         """Forget all prefixes of the lost R-worker ``worker``."""
         for source in self.sources:

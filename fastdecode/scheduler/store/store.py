@@ -32,9 +32,8 @@ from fastdecode.scheduler.store.operations import (
     Operation,
     Refresh,
 )
-from fastdecode.scheduler.store.residents import Residents
+from fastdecode.scheduler.store.residents import Residents, Tails
 from fastdecode.scheduler.store.table import SequenceTable
-from fastdecode.scheduler.store.tails import Tails
 
 
 class Store:

@@ -125,7 +125,8 @@ def profile_of(
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import measure_rates
     from fastdecode.perfmodel.profile import HardwareProfile
     from fastdecode.perfmodel.profile_json import load_profile
-    from fastdecode.sworker.model.loader import device_name, model_shape
+    from fastdecode.sworker.model.loader import device_name
+    from fastdecode.sworker.model.shape import model_shape
 
     given = load_profile(config.profile) if config.profile else None
     if given and given.prefill:

@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), tensor_parallel_size=1)
     from fastdecode.perfmodel.lab.measure.calibration_plan import full_plan, quick_plan
     from fastdecode.perfmodel.lab.measure.calibrator import Calibrator
-    from fastdecode.sworker.model.loader import device_name, model_shape
+    from fastdecode.sworker.model.loader import device_name
+    from fastdecode.sworker.model.shape import model_shape
 
     shape = model_shape(config)
     kv_dtype = shape.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -100,7 +101,7 @@ def check_own_ranks(num_ranks: int) -> None:
     from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
-        raise ConfigError("tensor_parallel_size: the ranks that are measured are started here: run one process alone")
+        raise ConfigError("tensor_parallel_size: calibrate starts the ranks itself: run a single process")
 
 
 def _with_ranks(

@@ -59,8 +59,8 @@ def _as_many(answer: PlanAnswer) -> str:
     if not gpu or answer.case.inputs.one_host:
         return ""
     if not alone:
-        able = [row for row in answer.found.get("tensor_parallel", ()) if row.alone_step_seconds]
-        return "".join(f"; {row.tensor_parallel_size} GPUs alone serve {_alone_row(row)}" for row in able[:1])
+        row = _fewest_alone(answer)
+        return f"; {row.tensor_parallel_size} GPUs alone serve {_alone_row(row)}" if row else ""
     servers = math.ceil(answer.service.tokens_per_second / alone.tokens_per_second)
     if servers < 2:
         return ""
@@ -68,6 +68,12 @@ def _as_many(answer: PlanAnswer) -> str:
     each = f"at {milliseconds(alone.tpot_seconds)} per token for {users(servers * alone.users)}"
     more = f", and {for_users:,} serve as many users" if for_users > servers else ""
     return f"; {servers:,} servers of {gpu} alone give as many tokens per second, {each}{more}"
+
+
+def _fewest_alone(answer: PlanAnswer) -> RankPlan | None:
+    """Return the row of the fewest GPUs that serve a user without R-workers, if the plan compared any."""
+    rows: tuple[RankPlan, ...] = answer.found.get("tensor_parallel", ())
+    return next((row for row in rows if row.alone_step_seconds), None)
 
 
 def _larger_server(answer: PlanAnswer) -> str:
@@ -97,6 +103,11 @@ def _cost(answer: PlanAnswer) -> str:
     if own is None and other is None:
         return "Prices are not known: --gpu-price and --cpu-price take those of an hour of a GPU and of a host."
     words = {"with FastDecode": own, "with the GPU alone": other}
+    row = None if alone else _fewest_alone(answer)
+    if row:
+        prices = replace(answer.prices, num_gpus=row.tensor_parallel_size)
+        other = prices.per_million_tokens(0, row.alone_tokens_per_second)
+        words = {"with FastDecode": own, f"with {row.tensor_parallel_size} GPUs alone": other}
     unit, by = (" USD", ", by list prices") if answer.uses_list_prices else ("", "")
     costs = [f"{price:.3g}{unit} {way}" for way, price in words.items() if price is not None]
     if own and other:

@@ -67,7 +67,7 @@ def session_table(args: argparse.Namespace) -> SessionTable:
         inputs = _inputs(args, context)
         server = inputs.server
         if server is None:
-            raise ConfigError("table: it compares with the GPU alone; name one with --gpu")
+            raise ConfigError("table: the table compares with the GPU alone; name a GPU with --gpu")
         memory = memory or _memory_line(args, inputs, server)
         rows += [_row(inputs, server, context, sessions) for sessions in SESSIONS]
     return SessionTable(tuple(rows), memory)

@@ -20,7 +20,7 @@ def named_shape(name: str) -> ModelShape:
     """Return the shape from ``find_shape``, or of a GGUF file, which needs transformers."""
     if Path(name).suffix != ".gguf":
         return find_shape(name)
-    from fastdecode.sworker.model.loader import model_shape
+    from fastdecode.sworker.model.shape import model_shape
 
     return model_shape(EngineConfig(model=name))
 

@@ -66,7 +66,15 @@ def add_command(commands: Any) -> None:
         help="reuse the KV cache of random prompts, which alone have tokens (off)",
     )  # fmt: skip
     add_event_flags(parser.add_argument_group("workers that come and go"))
-    group = parser.add_argument_group("capacity search")
+    _add_search_group(parser.add_argument_group("capacity search"))
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
+    group.add_argument("--plot-steps", metavar="PNG", help="file for a picture: KV load and seconds of every step")
+    add_common_flags(parser)
+    parser.set_defaults(run=run, num_prompts=None, request_rate=None)
+
+
+def _add_search_group(group: Any) -> None:
     group.add_argument(
         "--slo-tbt-p99", type=float, metavar="SECONDS",
         help="find the largest request rate whose P99 time between tokens meets this limit",
@@ -75,11 +83,6 @@ def add_command(commands: Any) -> None:
         "--slo-delay-p50", type=float, metavar="SECONDS",
         help="with --slo-tbt-p99: limit of the median time from arrival to start (2)",
     )  # fmt: skip
-    group = parser.add_argument_group("output")
-    group.add_argument("--output-json", metavar="FILE", help="file to write every figure to")
-    group.add_argument("--plot-steps", metavar="PNG", help="file for a picture: KV load and seconds of every step")
-    add_common_flags(parser)
-    parser.set_defaults(run=run, num_prompts=None, request_rate=None)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,10 +50,10 @@ from fastdecode.perfmodel.load import Load
 from fastdecode.perfmodel.partition import Forecast
 from fastdecode.perfmodel.service import Service
 from fastdecode.perfmodel.sizing import Workload
-from fastdecode.perfmodel.stages import MOVED_BYTES_PER_SECOND
 from fastdecode.scheduler import SCHEDULES, Limits, Scheduler
 from fastdecode.scheduler.policy.draft_policy import BalancedDrafts
 from fastdecode.scheduler.policy.prefill_policy import LeastWaiting
+from fastdecode.scheduler.schedules import MOVED_BYTES_PER_SECOND
 
 CHECKED = (*SCHEDULE, *PLACING, "num_mini_batches", "max_model_len")
 """Flags with the same meaning in the simulator as in the engine."""

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     config = _checked_config(args, profile)
     from fastdecode.perfmodel.lab.measure.offline_run import offline_line
     from fastdecode.perfmodel.lab.measure.validation import Validation, require_measured
-    from fastdecode.sworker.model.loader import model_shape
+    from fastdecode.sworker.model.shape import model_shape
 
     grid, has_offline = _grid(args, profile)
     count = min(args.num_configurations or len(grid), len(grid))
@@ -136,7 +136,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
     """Return the profile's model with its S-worker on the CPU."""
-    from fastdecode.sworker.model.loader import model_shape
+    from fastdecode.sworker.model.shape import model_shape
 
     config = EngineConfig(
         model=args.model,

@@ -18,7 +18,6 @@ from fastdecode.perfmodel.lab.measure.attention_shape import BLOCK_SIZE, Attenti
 PAYLOAD_BYTES = 16 << 20
 """Size of the random keys, and of the random values, that fill the cache repeatedly."""
 
-CHECKED_SEQUENCES = 3
 CHECKED_BYTES = 256 << 20
 """Most float32 keys and values for comparison with the oracle; at least one sequence is compared."""
 
@@ -166,7 +165,7 @@ class FilledCache:
 
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
     """Return the numbers of the sequences to check: first, middle and last, as far as CHECKED_BYTES allow."""
-    chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))[:CHECKED_SEQUENCES]
+    chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))
     token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes
     return [index for index, total in zip(chosen, spent, strict=True) if total <= CHECKED_BYTES or index == chosen[0]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from fastdecode.core.protocols import AttentionBackend
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow
 from fastdecode.engine.engine import LLMEngine
+from fastdecode.engine.live import LiveWorld
 from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker import set_threads
 from fastdecode.sworker.run.random_prompts import RandomPrompts
@@ -63,7 +66,7 @@ class DecodeRig:
         before = num_steps + warm_up_steps + 1  # the InstantBackend that stands in for prompts decodes one step too
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
-            with engine.world.computed_by(RandomPrompts):
+            with random_prompts(engine.world):
                 while not records or not records[-1].is_decode:
                     engine.step()
             for _ in range(warm_up_steps + num_steps):
@@ -83,6 +86,17 @@ class DecodeRig:
             self.engine.add_request(request_id, {"prompt_token_ids": [1] * prompt_len}, params)
         self.engine.world.clock.restart()
         return ids
+
+
+@contextlib.contextmanager
+def random_prompts(world: LiveWorld) -> Iterator[None]:
+    """Within the context, let all ranks fill caches with random keys and values instead of computing prompts."""
+    own, lead = world.s_worker, {"lead": partial(world.ranks.lead, by="random")} if world.ranks else {}
+    world.s_worker = RandomPrompts(own.code, own.layout, own.backend, own.clock, **lead)
+    try:
+        yield
+    finally:
+        world.s_worker = own
 
 
 ENDLESS_BLOCKS = 1 << 40

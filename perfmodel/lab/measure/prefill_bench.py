@@ -17,7 +17,7 @@ from fastdecode.perfmodel.prefill_times import PrefillTimes, chain_traffic_token
 from fastdecode.perfmodel.profile import HardwareProfile
 
 METHODS = ("kvr-e", "kvr-s", "kvr-p", "tsp")
-"""Even parts, searched ones, those of a table without this length, and tensor/sequence parallel."""
+"""Ways to share a prompt: even parts, searched parts, parts of a table that lacks this length, and all-gather (tsp)."""
 
 ALONE = "alone"
 """The method of a single worker, where all methods are equal."""

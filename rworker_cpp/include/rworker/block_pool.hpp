@@ -16,6 +16,8 @@ class BlockPool {
 
     std::int64_t num_blocks() const { return std::int64_t(references_.size()); }
     std::int64_t num_free() const { return std::int64_t(free_.size()); }
+    /// How often a block was taken: where this has changed, its data is of another sequence.
+    std::uint32_t lives(std::int32_t block) const { return lives_[block]; }
     bool shared(std::int32_t block) const { return references_[block] > 1; }
     std::int64_t num_shared() const;
     /// Blocks below this number were handed out at some time, so they may be resident. Any thread may call it.
@@ -39,6 +41,7 @@ class BlockPool {
     };
 
     std::vector<std::int32_t> references_;
+    std::vector<std::uint32_t> lives_;
     std::vector<std::int32_t> free_;  // a stack
     std::vector<Entry> log_;
     std::atomic<std::int64_t> num_touched_ = 0;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "rworker/arena.hpp"
+#include "rworker/block_checksums.hpp"
 #include "rworker/block_pool.hpp"
 #include "rworker/incoming.hpp"
 #include "rworker/layout.hpp"
@@ -86,6 +87,8 @@ class KVCache {
     /// into rows again.
     void unwrite(std::int64_t layer, const std::int32_t* blocks, std::int64_t context_len, std::int64_t end) const;
 
+    /// Throws Error unless a `read` span may be planned.
+    void check_read(const Span& span) const;
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
     /// The same. Throws Error also where the sequence is incoming.
@@ -120,6 +123,17 @@ class KVCache {
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
     /// Bytes of one token in one layer.
     std::int64_t token_bytes(std::int64_t layer) const;
+    /// Exports all tokens of one layer of a sequence, those of the open step included, as `export_sequence` does.
+    void export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const;
+    /// Keeps, from now on, a checksum of every full block in every layer. Call it before the first step.
+    void keep_checksums();
+    /// Returns the first of the full blocks of a sequence's first `num_tokens` tokens that differs from its checksum in
+    /// `layer`, or in any layer where that is negative; -1: none differs. Negative `num_tokens`: all committed tokens.
+    std::int64_t find_damage(std::int64_t sequence_id, std::int64_t num_tokens, std::int64_t layer) const;
+    /// Flips a bit of the block that holds a token, for tests of `find_damage`.
+    void flip_bit(std::int64_t sequence_id, std::int64_t layer, std::int64_t token, std::int64_t bit) const;
+    /// Takes checksums of the full blocks of a sequence from token `start` on, where they are kept.
+    void note_full(std::int64_t sequence_id, std::int64_t start);
     /// Exports `num_tokens` committed tokens of a sequence, from token `start` on.
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Throws Error unless the sequence has these tokens.
@@ -174,7 +188,7 @@ class KVCache {
     void set_state(const Sequence& sequence, const std::uint8_t* data) const;
     void take_state(Sequence& sequence);
     void grow(const Span& span);
-    void check_read(const Span& span) const;
+    std::span<std::uint8_t> layer_bytes(std::int64_t layer, std::int32_t block) const;
     void remember(std::int64_t sequence_id);
     void copy_block(std::int64_t layer, std::int32_t from, std::int32_t to) const;
     void turn_to_rows(std::int64_t layer, std::int32_t block, std::int64_t tile) const;
@@ -193,6 +207,7 @@ class KVCache {
     BlockPool pool_;
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;
+    BlockChecksums checksums_;
 
     mutable std::mutex incoming_mutex_;              // guards the next line and incoming blocks
     std::unordered_map<std::int64_t, Incoming> incoming_;  // by job id

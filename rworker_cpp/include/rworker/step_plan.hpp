@@ -30,6 +30,7 @@ struct PlannedSpan {
     bool is_cut;  // several units compute its own split, and a separate unit first stores its rows
 
     bool attends() const { return mode != SpanMode::append; }
+    bool stores() const { return mode < SpanMode::read; }
     /// Only such a span's partial results stay with one thread: its only split holds new tokens, so it is not shared.
     bool one_unit() const { return num_splits == 1 && mode != SpanMode::read && !is_cut; }
 };

@@ -35,8 +35,14 @@ inline int append_index(const LayerSpec& layer, DType kv_dtype) {
 
 /// What happens to a span's rows. append: they are stored. attend: they are stored, then attend. partial: the same at
 /// the tail of a longer sequence, and partial results are returned. read: they are not stored; they attend to a closed
-/// range of their sequence, and partial results are returned.
-enum class SpanMode : std::int64_t { append = 0, attend = 1, partial = 2, read = 3 };
+/// range of their sequence, and partial results are returned. again, again_partial: one row that is stored already
+/// attends as it did in an `attend` or `partial` span; only Worker::attend_again plans them.
+enum class SpanMode : std::int64_t { append = 0, attend = 1, partial = 2, read = 3, again = 4, again_partial = 5 };
+
+/// Nodes of the tree in which the splits of `num_tokens` tokens are merged.
+inline std::int64_t num_nodes_of(std::int64_t num_tokens) {
+    return std::popcount(std::uint64_t((num_tokens - 1) / kSplitTokens + 1));
+}
 
 /// `num_rows` new tokens of a sequence with `context_len` committed tokens. The rows of a `read` span come after the
 /// sequence's last token, and `context_len` counts the tokens before them from its first.
@@ -45,13 +51,12 @@ struct Span {
     SpanMode mode;
 
     bool has_queries() const { return mode != SpanMode::append; }
-    bool is_stored() const { return mode != SpanMode::read; }
-    bool is_partial() const { return mode == SpanMode::partial || mode == SpanMode::read; }
+    bool is_stored() const { return mode < SpanMode::read; }
+    bool is_partial() const { return mode != SpanMode::append && mode != SpanMode::attend && mode != SpanMode::again; }
     /// Partial results of each row: nodes of the tree in which the splits of a sequence are merged (kernels/merge.hpp).
     std::int64_t num_nodes() const {
         if (mode == SpanMode::read) return 1;
-        return mode == SpanMode::partial ? std::popcount(std::uint64_t((context_len + num_rows - 1) / kSplitTokens + 1))
-                                         : 0;
+        return mode == SpanMode::partial ? num_nodes_of(context_len + num_rows) : 0;
     }
 };
 

@@ -37,6 +37,13 @@ struct RowCount {
     bool any() const { return queries + stored > 0; }
 };
 
+/// A row at `position` of a sequence or segment, whose attention in one layer is computed again. `mode`: attend, partial
+/// or read, as the row's span had.
+struct Again {
+    std::int64_t sequence_id, layer, position;
+    SpanMode mode;
+};
+
 struct StepReport {
     std::vector<double> busy_start, busy_end;  // [mini-batch][layer], seconds; 0 where nothing ran
     std::int64_t bytes_read, blocks_free;
@@ -130,6 +137,15 @@ class Worker {
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const {
         cache_.read_prefix(job_id, layer, rows);
     }
+    /// Rows of out and of partial results that `attend_again` fills. Throws Error for a row that is not stored, for a
+    /// layer that does not attend to all tokens, or while a layer of the step is missing.
+    RowCount rows_again(const Again& asked) const;
+    /// Computes the attention of one stored row again, bit for bit as in its step. Nothing is stored.
+    void attend_again(const Again& asked, const void* query, void* out, float* partials);
+    /// Exports one layer of all tokens of a sequence, those of the open step included.
+    std::int64_t layer_bytes(std::int64_t sequence_id, std::int64_t layer) const;
+    void export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const;
+    void keep_checksums() { cache_.keep_checksums(); }
     Statistics statistics() const;
 
   private:
@@ -152,6 +168,8 @@ class Worker {
     void unwrite(const MiniBatch& mini_batch) const;
     void settle_others();
     void check_all_done(const std::string& what) const;
+    void check_again(const char* what, std::int64_t sequence_id, std::int64_t layer) const;
+    Span span_again(const Again& asked) const;
 
     KVCache cache_;
     const Kernels& kernels_;

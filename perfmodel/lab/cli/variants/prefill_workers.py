@@ -67,7 +67,7 @@ def _measured(args: argparse.Namespace) -> Forecast:
 
 
 def _count(text: str) -> int | None:
-    """Return a whole number; None for 0."""
+    """Return the number of prefill workers in ``text``; None for 0."""
     if not (text.isascii() and text.isdigit()) or len(text) > 6:
         raise argparse.ArgumentTypeError(f"must be a whole number of prefill workers, not {text!r}")
     return int(text) or None

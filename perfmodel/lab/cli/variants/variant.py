@@ -61,7 +61,7 @@ class PlanCase:
             raise errors[0]
         best = max(cases, key=PlanCase._merit)
         asked = argparse.Namespace(**vars(best.args) | {"num_mini_batches": args.num_mini_batches})
-        return replace(best, args=asked)  # features that plan again choose their own number
+        return replace(best, args=asked)  # other variants choose their own mini-batches
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:

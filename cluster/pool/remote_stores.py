@@ -1,11 +1,54 @@
-"""The S-worker's client of a session journal in an R-worker's memory."""
+"""The stores of an R-worker in another process: its disk for parked prefixes, and its copy of the journal."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 from fastdecode.cluster.pool.calls import Calls
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.leases import FIRST_BYTE, MOST_JOURNAL_BYTES
 from fastdecode.cluster.wire.messages import NUM_BYTES
+from fastdecode.cluster.wire.parked import (
+    MAX_PARK_BYTES,
+    WAKE,
+    decode_chains,
+    decode_parked,
+    encode_park,
+    encode_parking,
+)
+from fastdecode.core.parked import Chain, Parked
+
+
+class Disk(Protocol):
+    """One R-worker's disk for parked prefixes: the methods of ``Parks``, with the errors of ``PoolWorker``."""
+
+    def chains(self, model: str) -> list[Chain]: ...
+
+    def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked: ...
+
+    def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked: ...
+
+
+class RemoteDisk:
+    """The ``Disk`` of an R-worker in another process."""
+
+    def __init__(self, calls: Calls, block_size: int) -> None:
+        self._calls, self._block_size = calls, block_size
+
+    def chains(self, model: str) -> list[Chain]:
+        return self._calls.ask(
+            Kind.PARKING, encode_parking(model), Kind.CHAINS, lambda data: decode_chains(data, self._block_size)
+        )
+
+    def park(self, patience_ms: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes]) -> Parked:
+        return self._parked(Kind.PARK, encode_park(patience_ms, sequence_id, chain, superseded))
+
+    def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
+        return self._parked(Kind.WAKE, WAKE.pack(patience_ms, sequence_id, num_blocks, name))
+
+    def _parked(self, kind: Kind, body: bytes) -> Parked:
+        return self._calls.ask(kind, body, Kind.PARKED, decode_parked, MAX_PARK_BYTES, spins=False)
 
 
 class RemoteJournal:

@@ -1,0 +1,85 @@
+"""The audit of a pool's R-workers as the pool sees it, and questions to R-workers in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fastdecode.cluster.pool.calls import Calls
+from fastdecode.cluster.pool.routed_rows import RoutedRows
+from fastdecode.cluster.pool.worker import Joined
+from fastdecode.cluster.wire.auditing import decode_answers, encode_questions
+from fastdecode.cluster.wire.frames import Kind
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion, answer_bytes
+from fastdecode.core.errors import interrupts_deferred
+from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan
+from fastdecode.kinds.layout import KVLayout
+
+Wait = Callable[[], list[AuditAnswer] | None]
+"""A function that waits for an R-worker's answers; None if the R-worker is lost."""
+
+Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
+"""A function that sends questions to the R-worker of an index."""
+
+
+class Verdict(NamedTuple):
+    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and neither R-worker is named."""
+
+    worker: int
+    reason: str
+
+
+class Audit:
+    """The pool's audit, which the pool tells of each step; this one audits nothing. ``num_rows``: rows compared."""
+
+    num_rows = 0
+    is_on = False
+
+    def open(self, layout: KVLayout, infos: Sequence[RWorkerInfo], ask: Ask) -> None:
+        """Prepare audits of the R-workers ``infos``, which have just been opened; ``ask`` sends them questions."""
+
+    def admits(self, joined: Joined) -> bool:
+        """Return whether the R-worker ``joined`` can be audited, and prepare it."""
+        return True
+
+    def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
+        """Choose rows of a step that begins."""
+
+    def sent(self, mini_batch: int, layer: int, q: np.ndarray) -> None:
+        """Note that the queries ``q`` of a mini-batch were sent: [attending rows, num_heads, query_dim]."""
+
+    def arrived(self, mini_batch: int, rows: RoutedRows, o: np.ndarray) -> None:
+        """Note that the output ``o`` of the layer of ``rows`` has arrived; after the last layer, send the questions."""
+
+    def settle(self) -> None:
+        """Wait for the answers to all questions that were sent."""
+
+    def verdicts(self) -> list[Verdict]:
+        """Compare the step's audited rows, and decide who is at fault where they differ."""
+        return []
+
+    def abandon(self) -> None:
+        """Forget the open step."""
+
+    def close(self) -> None:
+        """Free memory; may be called twice."""
+
+
+def audit_by(calls: Calls, layout: KVLayout, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
+    """Send the questions ``asked`` to an R-worker in another process; return a function that waits for the answers."""
+
+    @interrupts_deferred()
+    def answers() -> list[AuditAnswer]:
+        calls.answer(Kind.AUDITED)
+        damaged = np.empty(len(asked), np.uint8)
+        found = np.empty(sum(answer_bytes(layout, each) for each in asked), np.uint8)
+        with calls.losses as link:
+            for part in (damaged, found):
+                if part.nbytes:
+                    link.read_into(part)
+            return decode_answers(damaged, found, asked, layout)
+
+    calls.send(Kind.AUDIT, *encode_questions(asked))
+    return answers

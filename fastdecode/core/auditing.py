@@ -1,0 +1,82 @@
+"""Audits of R-workers: questions about rows that were computed, and their answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from fastdecode.core.dtypes import WIRE_DTYPE
+from fastdecode.core.types import SPLIT_TOKENS, SpanMode
+from fastdecode.kinds.layout import KVLayout
+
+
+class AuditMode(IntEnum):
+    """The work of an R-worker on an audited row.
+    CHECK: compare blocks with their checksums, which every other mode also does. ATTEND, PARTIAL, READ: attend again,
+    as in a span of that SpanMode. ROWS: return keys and values of one layer.
+    """
+
+    CHECK = 0
+    ATTEND = SpanMode.ATTEND
+    PARTIAL = SpanMode.PARTIAL
+    READ = SpanMode.READ
+    ROWS = 4
+
+    @property
+    def attends(self) -> bool:
+        """True if the question has a query."""
+        return AuditMode.ATTEND <= self <= AuditMode.READ
+
+
+@dataclass(frozen=True, eq=False)
+class AuditQuestion:
+    """A question about one row in one layer of an R-worker's sequence ``sequence_id``.
+    ``position``: the row's position in that sequence, or segment. ``num_tokens``: tokens stored, with the tokens of the
+    open step. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
+    """
+
+    mode: AuditMode
+    sequence_id: int
+    layer: int
+    position: int
+    num_tokens: int
+    query: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AuditAnswer:
+    """An R-worker's answer. ``is_damaged``: blocks of the row's layer differ from their checksums.
+    ``found``: o, partial results, or keys and values, as uint8 [num_bytes].
+    """
+
+    is_damaged: bool
+    found: np.ndarray
+
+
+def num_nodes(num_tokens: int) -> int:
+    """Return the number of partial results of one row in the last segment, which has ``num_tokens`` tokens."""
+    return (-(-num_tokens // SPLIT_TOKENS)).bit_count()
+
+
+def answer_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
+    """Return the number of bytes of the answer to ``asked``."""
+    layer = layout.layers[asked.layer]
+    match asked.mode:
+        case AuditMode.CHECK:
+            return 0
+        case AuditMode.ROWS:
+            return asked.num_tokens * layer.token_bytes(layout.kv_dtype)
+        case AuditMode.ATTEND:
+            return math.prod(layer.row_shapes[3]) * WIRE_DTYPE[layout.model_dtype].itemsize
+        case _:
+            nodes = 1 if asked.mode is AuditMode.READ else num_nodes(asked.num_tokens)
+            return 4 * nodes * math.prod(layer.partial_shape)
+
+
+def query_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
+    """Return the number of bytes of the query of ``asked``; 0 in modes that do not attend."""
+    elements = math.prod(layout.layers[asked.layer].row_shapes[0]) if asked.mode.attends else 0
+    return elements * WIRE_DTYPE[layout.model_dtype].itemsize

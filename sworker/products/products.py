@@ -1,0 +1,63 @@
+"""Integer products of a whole model: quantised while it is loaded, and packed once it is cut and placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from fastdecode.sworker.model.kept import KeptLinear
+from fastdecode.sworker.model.packed_weight import PackedWeight
+from fastdecode.sworker.products.codes import codes_of
+from fastdecode.sworker.products.experts import pack_experts, quantize_experts
+from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.linears import IntegerLinears, num_attention_heads, quantize_linears
+from fastdecode.sworker.products.ordered import order_products
+
+
+def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Give the linear layers and experts of ``model`` integer codes.
+
+    ``published``: the checkpoint's own codes. ``dtype``: the dtype of weights that a checkpoint has packed.
+    """
+    restore_linears(model, dtype)
+    quantize_linears(model, hf_config, published)
+    unpack_unquantized(model)
+    quantize_experts(model, num_attention_heads(hf_config))
+
+
+class IntegerProducts:
+    """The packed integer products of a quantised model, whose small float products multiply in one order."""
+
+    def __init__(self, model: torch.nn.Module, hf_config: Any) -> None:
+        self._model, self._linears = model, IntegerLinears(model)
+        if pack_experts(model) or self._linears.num_layers:
+            order_products(model, hf_config)
+
+    def gated_layers(self) -> GatedLayers:
+        """Replace gated layers by two calls each; return the replaced layers."""
+        return GatedLayers(self._model, self._linears)
+
+
+def restore_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Replace every ``KeptLinear`` by an ``nn.Linear`` whose weight, of ``dtype``, takes no memory beside the packed.
+
+    A read of the weight unpacks it.
+    """
+    for name, kept in [each for each in model.named_modules() if isinstance(each[1], KeptLinear)]:
+        with torch.device("meta"):
+            linear = torch.nn.Linear(kept.in_features, kept.out_features, bias=False, dtype=dtype)
+        linear.weight = PackedWeight.of(linear.weight, partial(kept.unpacked, dtype))
+        linear.bias = kept.bias
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, linear.eval())
+
+
+def unpack_unquantized(model: torch.nn.Module) -> None:
+    """Give each linear layer that stays unquantized a plain weight in place of a packed one."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, PackedWeight) and not codes_of(module):
+            module.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
