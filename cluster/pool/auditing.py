@@ -159,30 +159,29 @@ class RandomAudit(Audit):
         if other is None:
             if not len(own.found) or np.array_equal(row.given, self._referee.attend(row, own.found)):
                 return []
-            return [self._judge_alone(row, own.found)]
-        return [] if np.array_equal(row.given, other.found) else self._judge(row, other.found)
+            return [self._judge_alone(row, row.given, own.found)]
+        return [] if np.array_equal(row.given, other.found) else self._judge(row, row.given, other.found)
 
-    def _judge_alone(self, row: AuditedRow, rows: np.ndarray) -> Verdict:
-        """Return the verdict on ``row``, whose answer differs from this process's over its own ``rows``."""
+    def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> Verdict:
+        """Return the verdict on ``row``, whose answer ``given`` differs from this process's over its own ``rows``."""
         first, second = self._referee.attend(row, rows), self._referee.attend(row, rows)
-        if np.array_equal(first, second) and not np.array_equal(first, row.given):
+        if np.array_equal(first, second) and not np.array_equal(first, given):
             return Verdict(row.worker, f"its attention in layer {row.question.layer} differs from what its rows give")
         return Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")
 
-    def _judge(self, row: AuditedRow, checked: np.ndarray) -> list[Verdict]:
-        """Return the verdicts on ``row``, for which the holder of the second copy found ``checked`` instead."""
-        holders = row.worker, row.checker
-        rows = [self._rows_of(index, row) for index in holders]
-        if rows[0] is None or rows[1] is None:
+    def _judge(self, row: AuditedRow, given: np.ndarray, checked: np.ndarray) -> list[Verdict]:
+        """Return the verdicts on ``row``, where the holder of the second copy found ``checked`` and not ``given``."""
+        own, other = (self._rows_of(index, row) for index in (row.worker, row.checker))
+        if own is None or other is None:
             return []
         layer = row.question.layer
-        if not np.array_equal(*rows):
+        if not np.array_equal(own, other):
             return [Verdict(-1, f"a sequence's copies differ in layer {layer}, and no checksum tells which is wrong")]
-        third = self._referee.attend(row, rows[0])
-        right = [np.array_equal(third, each) for each in (row.given, checked)]
+        third = self._referee.attend(row, own)
+        right = [np.array_equal(third, each) for each in (given, checked)]
         if right[0] == right[1]:
             return [Verdict(-1, f"three computations of one row in layer {layer} differ")]
-        wrong = holders[right[0]]
+        wrong = row.checker if right[0] else row.worker
         return [Verdict(wrong, f"its attention in layer {layer} differs from two other computations of the same row")]
 
     def _rows_of(self, index: int, row: AuditedRow) -> np.ndarray | None:

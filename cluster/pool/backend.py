@@ -19,7 +19,7 @@ from fastdecode.cluster.pool.remote_stores import Disk
 from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
-from fastdecode.core.auditing import AuditQuestion
+from fastdecode.core.auditing import AuditAnswer, AuditQuestion
 from fastdecode.core.errors import BackendError, DamagedError, WorkerLostError
 from fastdecode.core.optional import optional
 from fastdecode.core.parked import Chain, Parked
@@ -181,8 +181,8 @@ class PoolBackend(PoolMembers):
 
     def _ask_audit(self, index: int, asked: Sequence[AuditQuestion]) -> Wait:
         """Send the questions of an audit to R-worker ``index``; see ``Ask``."""
-        wait = self._unless_lost(index, methodcaller("audit", asked))
-        return lambda: self._unless_lost(index, lambda worker: wait()) if wait else None
+        wait: Callable[[], list[AuditAnswer]] | None = self._unless_lost(index, methodcaller("audit", asked))
+        return (lambda: None) if wait is None else partial(self._unless_lost, index, partial(_answered, wait))
 
     def _blame(self, verdicts: Iterable[Verdict]) -> None:
         """Continue without the R-workers that ``verdicts`` name; their hosts may not come back."""
@@ -260,8 +260,8 @@ class PoolBackend(PoolMembers):
         return replace(times, transfer_seconds=transfer)
 
 
-def _answered(wait: Callable[[], np.ndarray], worker: PoolWorker) -> np.ndarray:
-    """Call ``wait`` and return the attention weights that ``worker`` answers."""
+def _answered(wait: Callable[[], Answer], worker: PoolWorker) -> Answer:
+    """Call ``wait`` and return the answer of ``worker``."""
     return wait()
 
 

@@ -27,6 +27,8 @@ class Referee:
     def attend(self, row: AuditedRow, rows: np.ndarray) -> np.ndarray:
         """Return the answer for ``row``, uint8 [num_bytes], from the keys and values ``rows`` of its layer, uint8."""
         asked = row.question
+        if row.query is None:
+            raise ValueError("the row's query was not kept")
         cache = self._cache(self._layout.layers[asked.layer], asked.num_tokens)
         cache.import_(0, asked.num_tokens, rows)
         try:
