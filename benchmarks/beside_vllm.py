@@ -32,6 +32,9 @@ MODELS = PEERS / "models"
 WORKER = Path(__file__).with_name("decode_worker.py")
 GIB = 1 << 30
 
+JOINT = ("joint", "jointzen")
+"""Peers in environments with both engines, where ours runs vLLM's model code: vLLM alone, and with zentorch."""
+
 INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
 Rate = Callable[[], float]
 """Tokens per second of one turn."""
@@ -125,6 +128,9 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
         return engines
     python = str(PEERS / args.peer / "bin" / "python")
     theirs = {"dtype": "bfloat16", "enforce_eager": args.eager}
+    if args.peer in JOINT:
+        same = {"bfloat16": (python, "fastdecode", shape, ours | {"model_impl": "vllm"})}
+        return same | {f"{args.peer} bfloat16": (python, "vllm", shape, theirs | {"model": plain})}
     if "bfloat16" in args.kinds:
         engines[f"{args.peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
     if "int8" in args.kinds and not args.experts:  # vLLM has no W8A8 of experts on CPUs.
@@ -196,7 +202,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--peer",
         default="vllm",
-        choices=["vllm", "zen", "llama", "none"],
+        choices=["vllm", "zen", "llama", *JOINT, "none"],
         help="engine to compare with; none: ours alone (vllm)",
     )
     parser.add_argument("--model", metavar="FOLDER", help="folder with bfloat16 safetensors (random weights)")

@@ -130,9 +130,9 @@ class AnchorPoint:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """The time from a prompt's arrival to its first token on prefill worker ``worker`` alone.
+    """The time from a prompt's arrival to its first token if prefill worker ``worker`` computes the whole prompt.
 
-    ``num_busy``: the first so many workers compute such a prompt at the same time.
+    ``num_busy``: how many workers, ``worker`` included, each compute such a prompt at the same time.
     """
 
     num_tokens: int

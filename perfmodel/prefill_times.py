@@ -94,7 +94,7 @@ class PartSeconds(NamedTuple):
 
     @property
     def all(self) -> float:
-        """The sum of the three, that is, the part's seconds without waiting."""
+        """The part's seconds without waiting: both products and attention."""
         return self.before + self.attention + self.after
 
 
@@ -139,9 +139,9 @@ class PrefillTimes:
                                 └ k, v of layer 0 of parts 0 and 1
             worker 2  |qkv 0|  wait                   |attention 0|…
 
-        The last one has the first token. A worker sends layer l on when it has the earlier parts' and its own (section
-        4.2, figure 5). The link sends one layer after another while the worker computes. A prefix of ``context_len``
-        tokens reaches worker 0 over such a link too.
+        The last worker computes the first token. A worker sends a layer's keys and values on when it has those of the
+        earlier parts and of its own (section 4.2, figure 5). The link sends one layer after another while the worker
+        computes. A prefix of ``context_len`` tokens reaches worker 0 over such a link too.
         """
         arrivals = [0.0] * self.num_layers
         if context_len:
@@ -164,8 +164,8 @@ class PrefillTimes:
     def tsp_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> float:
         """Return the seconds of tensor/sequence parallel, where all workers gather all keys and values in every layer.
 
-        They gather in a ring, and wait for it. Each worker's attention also computes what causality hides (section 4.1,
-        figure 4).
+        The workers gather in a ring, and begin attention after it. Each worker's attention also computes the pairs that
+        causality excludes (section 4.1, figure 4).
         """
         speeds, num_tokens = list(speeds) or [1.0] * len(parts), sum(parts)
         workers = list(zip(parts, speeds, strict=True))

@@ -98,10 +98,10 @@ class RankSPart:
 
 
 def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Return one of ``num_ranks``'s part of ``shape``: heads, MLP widths and the head's vocabulary are divided.
+    """Return the part of ``shape`` on one of ``num_ranks`` ranks: heads, MLP widths and the vocabulary are divided.
 
-    If KV heads are fewer than ranks, several ranks have the same. The same holds for latent rows, which all heads
-    share, and their projections. Recurrent layers are whole on each rank. Raise PlanError if heads cannot be divided
+    If there are fewer KV heads than ranks, several ranks have the same KV head. Every rank has whole latent rows, which
+    all heads share, the projections to latents, and whole recurrent layers. Raise PlanError if heads cannot be divided
     evenly.
     """
     if num_ranks == 1:

@@ -14,7 +14,7 @@ from fastdecode.perfmodel.service import Service
 class Workload:
     """Sequences of ``seq_len`` tokens on average, of which the first ``prompt_len`` are given.
 
-    ``output_len_cv``: standard deviation of the output length over its mean (0: all equal, 1: exponential).
+    ``output_len_cv``: the output length's standard deviation divided by its mean (0: all equal, 1: exponential).
     ``shared_prefix_len``: tokens at the start that all prompts share, computed once, and read once per R-worker.
     ``remote_prompts``: prefill workers compute all prompts.
     """
@@ -34,7 +34,7 @@ class Workload:
         most_tokens = 1e12
         if self.seq_len > most_tokens:
             raise ConfigError(f"seq_len (prompt + output) must be at most {most_tokens:g} tokens, not {self.seq_len:g}")
-        # Largest deviation of output lengths; real traffic is below 5, and n sequences have at most sqrt(n - 1)
+        # Largest accepted value; that of real traffic is below 5, and that of n sequences at most sqrt(n - 1)
         largest_output_len_cv = 100.0
         if self.output_len_cv > largest_output_len_cv:
             raise ConfigError(
@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def context_spread(self) -> float:
-        """Standard deviation of a running sequence's context over its mean.
+        """Standard deviation of a running sequence's context, divided by its mean.
 
         An output of length o is seen at an age uniform over it, and long outputs are seen for longer. With
         gamma-distributed lengths E[age] = o(1 + v)/2 and E[age^2] = o^2(1 + v)(1 + 2v)/3, where v is the square of
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _read_in_chunks(num_tokens: float, chunk: int) -> float:
-    """Return the tokens read by queries at all contexts up to ``num_tokens``, each from its chunk's beginning."""
+    """Return the tokens that ``num_tokens`` queries, one per position, read from the beginnings of their chunks on."""
     whole, rest = divmod(num_tokens, chunk)
     return (whole * chunk**2 + rest**2) / 2.0
 

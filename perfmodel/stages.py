@@ -229,7 +229,7 @@ class Transport:
 class Contention:
     """How many times slower each side is while the other works; 1 if they share nothing.
 
-    Two sides that share every core in turn have 2 and 2; :meth:`together` is then the sum.
+    If S and R take turns on the same cores, both slowdowns are 2, and :meth:`together` sums their seconds.
     """
 
     s_slowdown: float = 1.0

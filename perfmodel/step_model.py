@@ -125,7 +125,7 @@ class StepModel:
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
     def idle_s_share(self, tokens: int) -> float:
-        """Return the S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
+        """Return the S-part's seconds in a step of one row, relative to one of ``tokens``: ``Limits.idle_s_share``."""
         layer, head = self._s_seconds, self.s_part.head_seconds
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fastdecode.core.parked import Parks
 from fastdecode.core.remote_prefill import PrefillOutcomes, PrefillPart, RemotePrefill
 from fastdecode.core.step import ScheduledStep
 from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport
@@ -94,6 +95,13 @@ class AttentionBackend(Protocol):
 
 class RanksBackend(AttentionBackend, Protocol):
     """The R-workers of all tensor-parallel ranks as one backend, through which rank 0 also leads the other ranks."""
+
+    @property
+    def pool(self) -> AttentionBackend:
+        """This rank's own R-workers."""
+
+    def parks(self, own: Parks) -> Parks:
+        """Return the access to the disks of all ranks' R-workers; ``own``: to those of this rank."""
 
     def begin_prompts(self, num_tokens: int) -> None:
         """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""

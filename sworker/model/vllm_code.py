@@ -12,8 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from fastdecode.sworker.model.loader import (
 )
 from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.support import probe_layout
-from fastdecode.sworker.run.pipeline import attend
+from fastdecode.sworker.model.vllm_attention import hand_over_attention, rotate_by_heads
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
 
@@ -72,7 +70,11 @@ def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
     with one_clear_error(config.model):
         vllm_config = _vllm_config(config, hf_config)
         code, digest = _load(vllm_config, hf_config)
-        _hand_over_attention(vllm_config, hf_config)
+        if type(code.module).__module__.startswith("vllm.model_executor.models.transformers"):
+            what = "has no code of vLLM's own, which would run transformers'"
+            refuse(hf_config, what, "leaving --model-impl vllm out")
+        rotate_by_heads(code.module)
+        hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
 
@@ -92,7 +94,6 @@ def _check_settings(config: EngineConfig) -> None:
     if not first <= ".".join(version.split(".")[:2]) < beyond:
         raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
     refused = {
-        "latent_absorption": (config.latent_absorption == "r", "latents (MLA) are not handed over there"),
         "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
         "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
         "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
@@ -111,10 +112,12 @@ def _version(distribution: str) -> str:
 def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this variable when it is imported
+    from pydantic import ValidationError
     from vllm.engine.arg_utils import EngineArgs
 
     def overridden(found: Any) -> Any:
         apply_overrides(found, config.hf_overrides)
+        _state_what_vllm_assumes_otherwise(found.get_text_config())
         return found
 
     arguments = EngineArgs(
@@ -125,12 +128,24 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
         load_format=config.load_format,
         dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)],
         max_model_len=config.max_model_len or max_position_embeddings(hf_config),
-        hf_overrides=overridden if config.hf_overrides else {},
+        hf_overrides=overridden,
         seed=config.seed,
+        model_impl="vllm",
         enforce_eager=True,
         kv_cache_memory_bytes=1,
     )
-    return arguments.create_engine_config()
+    try:
+        return arguments.create_engine_config()
+    except ValidationError as error:
+        refuse(hf_config, "is refused by vLLM: " + error.errors()[0]["msg"].split(". Supported")[0])
+
+
+def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
+    """Set how experts are scored where a file omits it: transformers always takes a sigmoid, and vLLM a softmax."""
+    if text_config.model_type in ("deepseek_v3", "glm4_moe_lite"):
+        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            if getattr(text_config, name, None) is None:
+                setattr(text_config, name, value)
 
 
 def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
@@ -167,67 +182,3 @@ def _begin_distributed(has_experts: bool) -> None:
         parallel_state.destroy_model_parallel()
     parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
     parallel_state.initialize_model_parallel(1)
-
-
-def _hand_over_attention(vllm_config: Any, hf_config: Any) -> None:
-    """Make every attention layer call our attention. Raise UnsupportedModelError for a layer of another kind."""
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    found = vllm_config.compilation_config.static_forward_context
-    layers = [layer for layer in found.values() if isinstance(layer, AttentionLayerBase)]
-    for layer in layers:
-        kind = type(layer)
-        if kind is not Attention:
-            refuse(hf_config, f"has layers of vLLM's class {kind.__name__}, of which only Attention is handed over")
-        if what := _unknown_rule(layer):
-            refuse(hf_config, what)
-        layer.forward = partial(_attention, layer, _rule(layer))
-
-
-def _unknown_rule(layer: Any) -> str:
-    """Return the feature of ``layer`` that our attention calls cannot express; "" if there is none."""
-    if layer.kv_sharing_target_layer_name is not None:
-        return "reads keys and values of another layer"
-    if str(layer.attn_type) not in ("decoder", "AttentionType.DECODER"):
-        return f"has attention of the type {layer.attn_type}"
-    return "takes the square root of ALiBi's slopes" if getattr(layer, "use_alibi_sqrt", None) else ""
-
-
-def _rule(layer: Any) -> dict[str, Any]:
-    """Return the scoring rule of ``layer``, as named arguments of transformers' attention functions."""
-    impl = layer.impl
-    slopes = getattr(impl, "alibi_slopes", None)
-    return {
-        "scaling": impl.scale,
-        "sliding_window": layer.sliding_window,
-        "softcap": getattr(impl, "logits_soft_cap", None) or None,
-        "s_aux": getattr(impl, "sinks", None),
-        "alibi_slopes": () if slopes is None else tuple(torch.as_tensor(slopes).tolist()),
-    }
-
-
-@contextlib.contextmanager
-def _own_context() -> Iterator[None]:
-    """Restore vLLM's forward context at the end: other forwards, with their own contexts, run within this context."""
-    from vllm import forward_context
-
-    own = forward_context._forward_context
-    try:
-        yield
-    finally:
-        forward_context._forward_context = own
-
-
-def _attention(
-    layer: Any, rule: dict[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> torch.Tensor:
-    """Replace ``Attention.forward``: return o [T, heads · value dim] for ``query`` [T, heads · dim], key, value."""
-    counts = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-    q, k, v = (
-        rows.reshape(len(rows), count, -1).transpose(0, 1)[None]
-        for rows, count in zip((query, key, value), counts, strict=True)
-    )
-    with _own_context():
-        o, _none = attend(layer, q, k, v, None, **rule)
-    return o.reshape(len(query), -1)

@@ -61,7 +61,7 @@ class PlanAnswer:
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
-    """Plan as the flags ask, and compare. Raise PlanError if there is no plan."""
+    """Plan as the flags ask, and compare with the GPU alone. Raise PlanError if there is no plan."""
     check_runs(args.model)
     args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))
@@ -87,7 +87,7 @@ def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
 
 
 def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
-    """Return the object of ``--output-json`` without features; undetermined figures are null."""
+    """Return the object of ``--output-json`` without the figures of features; undetermined figures are null."""
     case, alone = answer.case, answer.alone
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = {**asdict(alone), **service_figures(answer.alone_service)} if alone else unknown

@@ -117,7 +117,7 @@ class SimulationInputs:
         return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
-        """Return a prompt's seconds on the S-worker, in as many steps as it takes. An R-worker attends a prefix."""
+        """Return the seconds of a prompt's steps on the S-worker. R-workers attend only with a cached prefix."""
         most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
@@ -154,7 +154,7 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
     if args.num_r_workers == 0 or args.s_part_seconds is not None:
         return 2
     # Numbers of mini-batches that ``auto`` compares
-    choices = (2, 1, 3)  # as a plan compares them; the first of equals is taken
+    choices = (2, 1, 3)  # of equally fast numbers ``min`` takes the first
     return min(choices, key=lambda number: _mean_step_seconds(args, workload, number))
 
 

@@ -101,7 +101,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
-    if case.plan.r_workers_set_by == BY_LIMITS:  # not a pool that is there
+    if case.plan.r_workers_set_by == BY_LIMITS:  # not an existing pool: may grow
         enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
         planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
@@ -112,7 +112,7 @@ def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
 
 
 def _lost_sequences(case: PlanCase) -> float:
-    """Return the sequences with a range, or all of their cache, on one R-worker."""
+    """Return how many sequences have a range, or their whole cache, on any one R-worker."""
     in_flight, planner = case.plan.in_flight, case.planner
     ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
