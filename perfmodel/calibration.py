@@ -1,6 +1,6 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor. This module does not know what it times: it gets callables.
+Each measurement alternates with an anchor. The callers pass the timed calls as callables.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Anchor:
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Time the call now; return its seconds over ``reference_seconds``."""
+        """Time the call now; return its seconds divided by ``reference_seconds``."""
         return self.call() / self.reference_seconds
 
 

@@ -101,12 +101,12 @@ def expected_largest(number: float) -> float:
 def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float:
     """Return the expected largest load of ``num_r_workers`` R-workers, relative to the mean load.
 
-    ``sequences_each``: mean sequences, or ranges, of one mini-batch per R-worker. Below one, some R-workers have one
-    and others none.
+    ``sequences_each``: mean sequences, or ranges, of one mini-batch per R-worker. If below
+    one, some R-workers have one sequence and others none.
 
     Sequences of random ages are placed at random (arXiv 2601.21351). A load is a sum of n contexts, so it is nearly
-    normal with a spread of s / sqrt(n) of its mean. The largest of P such loads exceeds the mean by that times the
-    expected largest of P normals. A scheduler that looks ahead does better; a plan does not rely on it.
+    normal with a spread of s / sqrt(n) of its mean. The largest of P such loads exceeds the mean by that spread times
+    the expected largest of P normals. A scheduler that looks ahead does better; a plan does not rely on it.
     """
     if num_r_workers <= 1 or sequences_each <= 0:
         return 1.0

@@ -238,7 +238,7 @@ NO_TABLE = PartitionTable(())
 class Forecast:
     """Predicts, for the scheduler's policy, how to cut a prompt and when each worker finishes its part.
 
-    Parts come from ``table`` if it knows the number of workers and they are equally fast, else from the closed form.
+    Parts come from ``table`` if it has this number of workers, and they are equally fast; else from the closed form.
     ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, which the table does
     not cover, the closed form of a chain is used.
     """
@@ -253,7 +253,7 @@ class Forecast:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
             return even(num_tokens, len(speeds))
-        # Workers whose speeds differ by less use the table's parts, which were found for equal ones
+        # Workers whose speeds differ by less than this use the table's parts, which were found for equally fast workers
         alike = 1.1
         if self.table.knows(len(speeds)) and max(speeds) < alike * min(speeds):
             return self.table.parts(num_tokens, len(speeds))

@@ -100,7 +100,7 @@ class PartSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillTimes:
-    """Times of prefill workers of one kind. Calls take each one's relative speed.
+    """Times of prefill workers. Methods take the relative speed of each worker as an argument.
 
     ``kv_bytes``: of one token's keys and values in one layer. ``stored_kv_bytes``: of a prefix token, sent in the
     R-workers' form; None for ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
@@ -206,7 +206,7 @@ class PrefillTimes:
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
     """Return how many tokens' keys and values cross the chain's links per layer: equations 6, 7 for uneven parts.
 
-    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. With even parts it is n·(p − 1)/2, half of TSP's. All
+    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. Even parts give n·(p − 1)/2, half of TSP's. All
     but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the first one do
     not count.
     """

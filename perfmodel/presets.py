@@ -147,7 +147,7 @@ def find_cpu_host(name: str) -> CpuHost:
 def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     key = _key(name)
     matches = [preset for preset in presets if _key(preset) == key]
-    # Least letters and digits of a name's end that stand for it, such as 5090 and 9950x
+    # Fewest letters and digits at a name's end that identify a preset, such as 5090 and 9950x
     least_key = 4
     if not matches and len(key) >= least_key:
         matches = [preset for preset in presets if _key(preset).endswith(key)]

@@ -21,7 +21,7 @@ NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-
 class PeerLink:
     """The link between ranks.
 
-    ``bytes_per_second``: rate at which each sends and, at the same time, receives. ``step_seconds``: of an empty
+    ``bytes_per_second``: rate at which each rank sends and, at the same time, receives. ``step_seconds``: of an empty
     message.
     """
 
@@ -51,7 +51,7 @@ class RankGroup:
         """Return the seconds to sum a tensor of ``num_bytes`` over all ranks: the faster of two algorithms.
 
         A ring takes 2·(N - 1) messages of a share of the tensor (least bytes). Recursive doubling takes log2(N)
-        messages of all of it (fewest messages).
+        messages of the whole tensor (fewest messages).
         """
         if self.link is None or self.size == 1:
             return 0.0

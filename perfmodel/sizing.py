@@ -69,7 +69,7 @@ class Workload:
     def context_spread(self) -> float:
         """Standard deviation of a running sequence's context, divided by its mean.
 
-        An output of length o is seen at an age uniform over it, and long outputs are seen for longer. With
+        At any moment, a running output of length o has a uniform age from 0 to o, and long outputs run longer. With
         gamma-distributed lengths E[age] = o(1 + v)/2 and E[age^2] = o^2(1 + v)(1 + 2v)/3, where v is the square of
         ``output_len_cv``.
         """
@@ -163,13 +163,13 @@ class Plan(Candidate):
 
     ``num_r_workers_exact``: by equation 11, unrounded. ``num_r_workers``: more if memory needs more
     (``r_workers_set_by``). Both are per rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, each with one
-    rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the
+    rank's heads of some sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the
     load below ``kv_load_limit`` cached tokens over all R-workers. Of one R-worker: ``kv_bytes_per_token`` (held),
     ``kv_bytes_read_per_token`` (per step and token of context), ``state_bytes_per_sequence`` (of recurrent layers, read
     and written per step), and ``r_worker_bandwidth_gb_per_s``. ``r_workers_bound_by``: "reads" or "arithmetic".
-    ``r_workers_arithmetic_over_reads``: seconds of multiply-adds over those of reading, for rows or an index's keys,
-    whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first token of a request
-    with a free seat and no other prompt.
+    ``r_workers_arithmetic_over_reads``: seconds of multiply-adds divided by those of reading, for rows or for an
+    index's keys, whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first
+    token of a request with a free seat and no other prompt.
     """
 
     mini_batch_size: int
@@ -194,7 +194,7 @@ class Plan(Candidate):
 
     @property
     def service(self) -> Service:
-        """The plan as its users see it. A step gives each of them one token."""
+        """The plan as its users see it. A step gives each user one token."""
         return Service(
             self.in_flight, self.output_tokens_per_second, self.step_seconds, self.ttft_seconds,
             self.price_per_million_tokens,

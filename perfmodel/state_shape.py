@@ -67,9 +67,9 @@ class StateShape:
         return "delta" if self.rates == 2 or self.decays > 1 else "scan"
 
     def layer_layout(self, model_item_bytes: int) -> Recurrent:
-        """Return one layer as described to R-workers, with zero filters, for a model with this element size.
+        """Return one layer's layout for R-workers, with zero filters. ``model_item_bytes``: of an element of rows.
 
-        If channels decay by themselves, an engine has a separate layer for the convolution; here one does both.
+        With ``by_channel``, an engine has a separate layer for the convolution; this layout describes both as one.
         """
         numbers = (self.wide if self.by_channel else self.heads * (self.decays + 1)) if self.key_dim else 0
         factors = b"" if self.kind != "selective" else bytes(4 * self.key_dim * self.wide)

@@ -83,7 +83,7 @@ class Planner:
     def plan(self, mini_batch_size: int) -> Plan:
         """Return the plan: the fewest R-workers that keep up with the S-worker, or the existing ones.
 
-        It includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
+        The plan includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
         """
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
@@ -239,8 +239,8 @@ class Planner:
     def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
         """Return the time to first token of a request with a free seat and no other prompt.
 
-        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, it is
-        one step.
+        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, the
+        time is one step.
         """
         workload, model = self.workload, self.step_model(num_r_workers)
         tokens = 0.0 if workload.remote_prompts else workload.prompt_len - workload.shared_prefix_len

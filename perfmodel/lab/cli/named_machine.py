@@ -73,7 +73,7 @@ class NamedMachine:
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self, args: argparse.Namespace) -> tuple[str, ...]:
-        """Return the given prices; without ``--gpu-price`` also the missing ones' list prices, with source and date."""
+        """Return the given prices; without ``--gpu-price``, list prices with source and date for the others."""
         given = ((self.gpu, args.gpu_price, "--gpu-price"), (self.host, args.cpu_price, "--cpu-price"))
         listed = args.gpu_price is None
         prices = (
@@ -104,7 +104,7 @@ def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
-    """Return the host of ``--cpu`` with the requested R-workers; if it holds the GPUs, each rank has a part of it."""
+    """Return the host of ``--cpu`` with the requested R-workers; each rank has a part of a host with GPUs."""
     host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
     at_home = _link(args.link, host) is None
     number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host

@@ -65,7 +65,7 @@ def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
 
 
 def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
-    """Return the pods' plan. It sets no limit of the KV load, which is measured as the pool grows and shrinks."""
+    """Return the plan of the pods. The KV load has no fixed limit, since the number of R-workers may change."""
     args, memory = case.args, _kv_cache_memory(case)
     flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
     return PodPlan(

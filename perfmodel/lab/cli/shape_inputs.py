@@ -28,7 +28,7 @@ def named_shape(name: str) -> ModelShape:
 def asked_shape(args: argparse.Namespace) -> ModelShape:
     """Return the shape of ``--model`` with the S-worker's weights.
 
-    The flags give the dtype of states and the place of absorption.
+    The flags also set the dtype of states, and whether R-workers absorb latents.
     """
     dtype = args.mamba_ssm_cache_dtype
     shape = replace(named_shape(args.model), weight_bits=_kept_bits(args), multiplies_int8=bool(args.quantization))

@@ -146,8 +146,8 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
 def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> int:
     """Return the given number of mini-batches, or the one with the shortest mean step.
 
-    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. With bare
-    numbers it is 2, since their T(B) is of one batch size.
+    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. Return 2
+    with bare numbers, whose T(B) is of one batch size.
     """
     if args.num_mini_batches is not None:
         return int(args.num_mini_batches)

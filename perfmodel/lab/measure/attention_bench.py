@@ -39,8 +39,8 @@ class AttentionBench:
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
         """Return one row with the keys of ``bench attention``'s JSON, after one warm-up call.
 
-        A cache of another dtype alternates with a bfloat16 one: with as many sequences if their number is given, else
-        with as many bytes.
+        A cache of another dtype alternates with a bfloat16 cache, of as many sequences if the batch size is given, else
+        of as many bytes.
         """
         peaks = self._peaks_for(shape)
         with ExitStack() as caches:

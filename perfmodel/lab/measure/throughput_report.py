@@ -84,7 +84,7 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
     """Return how the decode steps' time divides: s + wait + host = wall.
 
     r and transfer are those of the busiest R-worker. ``overlap_efficiency`` = max(s, r) / wall, only if S and R share
-    no core. ``overlap_gain`` = median step time without overlap over that with it, only if both were run.
+    no core. ``overlap_gain`` = median step time without overlap / with overlap, only if both were run.
     """
     overlapped = [step for step in steps if step.overlapped]
     alone = [step for step in steps if not step.overlapped]
@@ -110,8 +110,8 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """Return figures of the steady part of a run.
 
-    It begins one mean output length (tokens, so steps) after the first start, and ends when the last request has
-    started.
+    The steady part begins as many steps after the first start as the mean output has tokens, and ends when the last
+    request has started.
 
     ``imbalance``: the busiest R-worker's time divided by the mean time of present R-workers, averaged over steps.
     ``imbalance_max``: the same ratio in the most uneven step. All figures are zero without a steady part, for example

@@ -25,7 +25,7 @@ class SimulatedDrafter:
         return {each: [0] * count for each, count in wanted.items()}
 
     def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
-        """Return the seconds of drafting for sequences with ``kv_tokens`` in all."""
+        """Return the seconds of drafting for sequences with ``kv_tokens`` cached tokens in all."""
         passes = max(wanted.values(), default=0)
         return self.drafting.cost.seconds(len(wanted), passes, kv_tokens, self._num_r_workers) if passes else 0.0
 

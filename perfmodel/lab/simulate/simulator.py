@@ -143,7 +143,7 @@ class Slo:
                 raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
     def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
-        """Return whether ``requests`` meet these limits. If one has not ended, they do not."""
+        """Return whether ``requests`` meet these limits. If a request has not ended, return False."""
         if not all(request.finished for request in requests):
             return False
         delay = np.median([request.scheduling_delay_seconds for request in requests])

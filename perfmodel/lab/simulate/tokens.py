@@ -83,7 +83,7 @@ class TokenTimes:
 class SimulatedOutput(Sequence[int]):
     """The output of a simulated sequence for the scheduler: as many zeros as tokens were counted.
 
-    Otherwise a run would append to thousands of lists in every step.
+    Real lists would have to be appended to, thousands of them in every step.
     """
 
     def __init__(self, tokens: TokenTimes, request_id: int) -> None:

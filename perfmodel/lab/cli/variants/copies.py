@@ -29,7 +29,7 @@ class CopiesNeed:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One copy and two, compared. ``kv_replicas``: the plan's number.
+    """Plans with one and with two copies of each sequence. ``kv_replicas``: the chosen number of copies.
 
     ``one``, ``two``: the plans; ``lacks``: why there is no plan with two. ``link_growth``: growth of the bytes to
     R-workers; None if the model is unknown. A lost R-worker leaves ``speed_after_loss`` of the speed; None if it was
@@ -119,7 +119,7 @@ def _lost_sequences(case: PlanCase) -> float:
 
 
 def _recomputed_tokens(case: PlanCase) -> float:
-    """Return the tokens that only a lost R-worker held. A shared prefix is also on the others."""
+    """Return the tokens that only a lost R-worker held. A shared prefix is also on other R-workers."""
     workload, plan = case.planner.workload, case.plan
     return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
 

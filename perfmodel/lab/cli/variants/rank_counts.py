@@ -45,7 +45,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
         """Return plans with the numbers of ranks in COMPARED, and with the requested number.
 
-        Return none without a named GPU and model, from which alone the times of other numbers of ranks follow. Return
+        Return none without a named GPU and model, since only these give the times of other numbers of ranks. Return
         none on one host, whose number of GPUs is fixed.
         """
         args = case.args

@@ -163,7 +163,7 @@ def _helps(more: PlanCase, best: PlanCase) -> bool:
 class Variant(Generic[Figures]):
     """A feature of planning. ``name``: the key of its figures in a plan's JSON.
 
-    Only ``figures`` is required. It returns the dataclass, or a tuple of them, that the other methods take.
+    Only ``figures`` is required. It returns a dataclass, or a tuple of dataclasses, that the other methods take.
     """
 
     name: str
