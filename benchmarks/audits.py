@@ -3,6 +3,7 @@
 python benchmarks/audits.py named --fault results    # 1 wrong row of 10,000: audited rows until it is named
 python benchmarks/audits.py named --fault memory     # 1 flipped bit in one block: the same
 python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01 over those without, in turns
+python benchmarks/audits.py pool                     # CPU time of the R-part alone, without a model
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.pool.audit import Audit
 from fastdecode.cluster.pool.auditing import RandomAudit
 from fastdecode.cluster.pool.backend import PoolBackend
-from fastdecode.cluster.pool.inproc import InprocWorker
+from fastdecode.cluster.pool.inproc import InprocBackend, InprocWorker
 from fastdecode.cluster.r_worker.faults import Faults, FaultyRWorker
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.core.routes import plan_mini_batch
+from fastdecode.core.step import CHUNK, READ
+from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.run.random_prompts import RandomPrompts
 
 VICTIM = 1
@@ -51,6 +58,13 @@ def main() -> None:
     cost.add_argument("--kv-cache-memory", default="3GiB")
     cost.add_argument("--load-format", default="auto")
     cost.set_defaults(run=time_cost)
+    pool = parts.add_parser("pool")
+    pool.add_argument("--audit", type=float, default=0.01)
+    pool.add_argument("--num-seqs", type=int, default=32)
+    pool.add_argument("--context-len", type=int, default=512)
+    pool.add_argument("--steps", type=int, default=60, help="steps of each kind")
+    pool.add_argument("--kv-replicas", type=int, default=2)
+    pool.set_defaults(run=pool_cost)
     args = parser.parse_args()
     args.run(args)
 
@@ -154,6 +168,48 @@ def time_cost(args: argparse.Namespace) -> None:
     print(f"step without {medians[0] * 1e3:.2f} ms, with {medians[1] * 1e3:.2f} ms; tokens/s over those without: "
           f"medians {medians[0] / medians[1]:.4f}, means {np.mean(seconds[0]) / np.mean(seconds[1]):.4f}, pairs "
           f"{median:.4f} ({low:.4f} to {high:.4f}); {num_audited} rows audited in {args.steps} steps")  # fmt: skip
+
+
+def pool_cost(args: argparse.Namespace) -> None:
+    """Print the CPU time of steps of two R-workers, here, with the audit over steps of two others without, in turns."""
+    layers = (Dense(8, 4, 128, 128, 0.1),) * 8
+    pools = [InprocBackend([RWorkerSize(512 << 20, 1)] * 2, 32) for _ in range(2)]
+    pools[1].set_audit(args.audit, 0)
+    for pool in pools:
+        pool.open(KVLayout(layers, "bfloat16", "bfloat16"))
+    rng = np.random.default_rng(0)
+    spent: tuple[list[float], list[float]] = ([], [])
+    q, k, v = (rng.integers(0x3E00, 0x3F80, (args.num_seqs, heads, 128)).astype(np.uint16) for heads in (8, 4, 4))
+    for step in range(args.context_len + args.steps):
+        fills = step < args.context_len
+        for kind in (0, 1) if step % 4 < 2 else (1, 0):
+            pool, start = pools[kind], time.process_time()
+            pool.begin_step(pool_step(args.num_seqs, step, args.kv_replicas, fills))
+            for layer in range(len(layers)):
+                pool.submit(0, layer, q[: 0 if fills else None], k, v)
+                pool.collect(0)
+            pool.end_step()
+            if not fills:
+                spent[kind].append(time.process_time() - start)
+    ratio, count = np.sum(spent[1]) / np.sum(spent[0]), pools[1].audit.num_rows
+    for pool in pools:
+        pool.close()
+    low, median, high = np.quantile(np.array(spent[1]) / np.array(spent[0]), (0.25, 0.5, 0.75))
+    print(
+        f"CPU time of a step {np.mean(spent[0]) * 1e3:.2f} ms; with the audit {ratio:.4f} of that; pairs {median:.4f}, "
+        f"{low:.4f} to {high:.4f}; {count} rows audited in {args.steps} steps"
+    )
+
+
+def pool_step(num_seqs: int, context_len: int, copies: int, fills: bool) -> StepPlan:
+    """Return a step of one row of each sequence, half on each of two R-workers; ``fills``: the rows attend nowhere."""
+    chunks = np.zeros(num_seqs, CHUNK)
+    chunks["sequence_id"] = chunks["cache_id"] = np.arange(num_seqs)
+    chunks["worker"] = np.arange(num_seqs) >= num_seqs // 2
+    chunks["copy"] = 1 - chunks["worker"] if copies > 1 else -1
+    chunks["context_len"], chunks["num_rows"], chunks["attends"] = context_len, 1, not fills
+    spans, routes = plan_mini_batch(chunks, np.zeros(0, READ), 2)
+    return StepPlan(tuple(WorkerPlan(np.zeros(0, CONTROL), (each,)) for each in spans), (routes,))
 
 
 def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[list[list[float]], int]:

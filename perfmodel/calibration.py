@@ -1,6 +1,6 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor. This module does not know what it times: it gets callables.
+Each measurement alternates with an anchor. The callers pass the timed calls as callables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_DRIFT = 0.05
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured time: the median in seconds, and the range from the 10th to the 90th percentile over the median."""
+    """A measured time: its median, and ``spread``: the 90th minus the 10th percentile, divided by the median."""
 
     seconds: float
     spread: float
@@ -25,10 +25,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Steadied:
-    """Samples taken between two looks at an anchor.
+    """Samples taken between two timings of an anchor.
 
-    ``drift``: the anchor's time over its reference. ``moved``: the relative change between the two looks. ``tries``:
-    how often the samples were taken.
+    ``drift``: the anchor's time divided by its reference time. ``moved``: the relative change between the two timings.
+    ``tries``: how often the samples were taken.
     """
 
     samples: np.ndarray
@@ -54,22 +54,19 @@ class Anchor:
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
-        """Measure as ``steadily`` does, with each look the median of ``times`` calls.
-
-        This suits longer measurements.
-        """
+        """Return this anchor with each timing the median of ``times`` calls, for longer measurements."""
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Time the call now; return its seconds over ``reference_seconds``."""
+        """Time the call now; return its seconds divided by ``reference_seconds``."""
         return self.call() / self.reference_seconds
 
 
 def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
-    """Return the rows of ``sample``, [num_samples, num_columns], taken between looks at the anchors.
+    """Return the rows of ``sample``, [num_samples, num_columns], taken between two timings of each anchor.
 
-    There is one result per anchor, or one of drift 1 without anchors. Sampling is repeated, up to ``most_tries`` times,
-    while an anchor moves by more than ``MOST_DRIFT``; the steadiest try counts.
+    There is one result per anchor; without anchors, one whose drift is 1. Sampling is repeated, up to ``most_tries``
+    times, while an anchor's time changes by more than ``MOST_DRIFT``. The try with the least change is returned.
     """
     if not anchors:
         return [Steadied(sample(), 1.0, 0.0, 1)]
@@ -103,7 +100,7 @@ def most_moved(found: Sequence[Steadied]) -> float:
 
 
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the weights of ``columns``, float64 [num_columns] and not negative, whose sum fits ``seconds`` best.
+    """Return weights, float64 [num_columns] and not negative, with which ``columns`` add up to ``seconds`` best.
 
     ``columns``: float64 [num_points, num_columns]. ``seconds``: float64 [num_points], above zero. The fit minimizes the
     squares of relative errors. It tries every subset of columns that contains the first column; of equally good subsets

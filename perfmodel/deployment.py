@@ -25,7 +25,7 @@ class Deployment:
 
     ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
     ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker processes that
-    share the model, each with this many threads and R-workers, all on ``cores`` cores of this machine.
+    share the model, each with ``s_threads`` and ``num_r_workers``, all on ``cores`` cores of this machine.
     ``longest_context``: contexts of a model with an index spread evenly up to this length; 0: rows read all tokens.
     """
 
@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """Numbers of S-worker and of R-worker threads on this machine, over all ranks; each at most its cores."""
+        """Numbers of S-worker and of R-worker threads on this machine, over all ranks; at most ``cores`` each."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
@@ -90,7 +90,7 @@ def deployed_step_model(
 def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
-    """Return the cost of recurrent states on the S-worker: that of a local R-worker with as many threads; or None."""
+    """Return the cost of states that the S-worker keeps, as measured on a local R-worker; None if it keeps none."""
     if shape.own_states is None:
         return None
     seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
@@ -123,8 +123,8 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
 def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
     """Return the R-part of one rank if every row reads its whole context.
 
-    R-workers of several ranks on this machine read at the same time. Together they are as fast as one with all KV heads
-    and the threads of all. Each holds the latents.
+    R-workers of several ranks on this machine read at the same time. Together they are as fast as one R-worker with
+    all their threads and all KV heads. A KV head or latent that several ranks share is read once per rank.
     """
     num_ranks, own = deployment.num_ranks, rank_shape(shape, deployment.num_ranks)
     if not deployment.on_this_machine:

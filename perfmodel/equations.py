@@ -29,7 +29,7 @@ def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
     """Return how many R-workers, each with memory for ``capacity_tokens`` (C), hold the cache; unrounded (eq. 9).
 
-    The paper's B·S ≤ C·P is two mini-batches of mean length S/2: ``in_flight`` = 2·B, ``mean_context`` = S/2.
+    The paper's B·S ≤ C·P, with P R-workers, has two mini-batches: ``in_flight`` = 2·B, ``mean_context`` = S/2.
     """
     return in_flight * mean_context / capacity_tokens
 
@@ -82,9 +82,9 @@ def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: fl
 
 
 def default_interval_steps(in_flight: float, output_len: float) -> int:
-    """Return F, the steps between starts: about ``output_len`` / 32, such that whole sequences start together: S·M/B.
+    """Return F, the steps from one micro-batch's start to the next: about ``output_len`` / 32.
 
-    A fraction of a sequence cannot start, and the next whole number would promise more sequences than are in flight.
+    F = ``output_len``·M / ``in_flight``, where M, the sequences that start together, is a whole number of at least 1.
     """
     intervals_per_sequence = 32  # the peak load is then 1/32 above the mean (the paper's F = 32 of S = 1024)
     together = max(1, round(in_flight / intervals_per_sequence))
@@ -130,7 +130,7 @@ def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_byte
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest integer up to ``most`` for which ``meets`` is true (0 must be), by doubling and bisection."""
+    """Return the largest integer up to ``most`` that ``meets``, by doubling and bisection. ``meets(0)`` must hold."""
     high = 1
     while high <= most and meets(high):
         high *= 2

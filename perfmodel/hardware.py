@@ -32,7 +32,7 @@ GROUP_SIZES = (1, 4, 8, 32)
 
 @dataclass(frozen=True)
 class Figure:
-    """A vendor's nominal rate and the fraction of it that programs reach. The name of the field it is in has the unit.
+    """A vendor's nominal rate and the fraction of it that programs reach. The field that holds it names the unit.
 
     ``measured``: the efficiency was measured on this very hardware; otherwise it is assumed, and ``source`` says why.
     """

@@ -14,13 +14,13 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE, RPart
 def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
 ) -> RPart:
-    """Return the R-part on ``host``. ``row_share``: fraction of its cached rows that the mean attending layer reads.
+    """Return the R-part on ``host``. ``row_share``: fraction of the cached rows that the mean attending layer reads.
 
-    An index's keys are all scanned. Reading rows, and scanning, each take the slower of memory and arithmetic. Bytes
-    per token include scales, so R falls with the KV dtype and with n_kv/n_q. Recurrent layers read and write a
-    sequence's states for each row, but for prompts once per several rows. Prompts of such a model attend on R-workers
-    too: the mean row to ``prompt_context`` tokens, which many rows read together. If latents are absorbed here, K and V
-    are read once per call, and multiplied with each row.
+    An index is scanned whole. Reading rows, and scanning, each take as long as memory or arithmetic, whichever is
+    slower. A token's bytes include scales. Recurrent layers read and write a sequence's states once per decode row, and
+    once per several prompt rows. In a hybrid, prompts attend on R-workers too: the mean prompt row attends to
+    ``prompt_context`` tokens, which many rows read together. If R-workers absorb latents, a call reads K and V once and
+    multiplies them with each row.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]

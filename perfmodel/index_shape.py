@@ -13,9 +13,9 @@ from fastdecode.kinds import Index
 class IndexShape:
     """``num_heads`` query heads score one key of ``head_dim`` elements per token, in ``num_layers`` of the layers.
 
-    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: of the latent from which the index's queries
-    are made; 0 if they are made from the hidden state. ``weighs_heads``: a further projection weighs the heads' scores,
-    and single tokens are picked; otherwise each head picks blocks of ``block`` tokens.
+    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: width of the latent from which the index's
+    queries are made; 0 if they are made from the hidden state. ``weighs_heads``: a further projection weighs the heads'
+    scores, and single tokens are picked; otherwise each head picks blocks of ``block`` tokens.
     """
 
     num_layers: int
@@ -33,12 +33,12 @@ class IndexShape:
 
     @property
     def layer_layout(self) -> Index:
-        """Return one layer's index in the form in which R-workers get its layout."""
+        """The layout of one layer's index as R-workers receive it."""
         block = 0 if self.weighs_heads else self.block
         return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one token's index keys over all layers. ``dtype``: the model's, which the keys have."""
+        """Return the bytes of one token's index keys over all layers. ``dtype``: the model's and the keys' dtype."""
         return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 

@@ -78,7 +78,7 @@ BUILT_IN = {
         ),
         # vllm-project/vime, scripts/models/kimi-k2.sh
         replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1),
-        # transformers' GlmMoeDsaConfig, which is the technical report's table; every layer has its own index
+        # transformers' GlmMoeDsaConfig, which agrees with the technical report's table; every layer has its own index
         ModelShape(
             "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8,
             shared_intermediate_size=2048, latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3,
@@ -96,9 +96,9 @@ BUILT_IN = {
             "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
             shared_intermediate_size=512, state=StateShape(36, 32, 128, 16, 128), gated_attention=True,
         ),
-        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; its states (linear_num_value_heads and others) from
-        # config.json of Qwen/Qwen3.5-397B-A17B as quoted by others; 31 KB of cache and 189 MB of states are those of
-        # its announcement
+        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; sizes of states (linear_num_value_heads and others) from
+        # published quotations of the config.json of Qwen/Qwen3.5-397B-A17B. They give the 31 KB of cache and 189 MB of
+        # states of the model's announcement
         ModelShape(
             "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
             shared_intermediate_size=1024, state=StateShape(45, 64, 128, 16, 128), gated_attention=True,
@@ -108,7 +108,7 @@ BUILT_IN = {
             "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128,
             rates=1), mlp_layers=24,
         ),
-        # config.json of ibm-granite/granite-4.0-h-small, as quoted by others; heads of states: GraniteMoeHybridConfig
+        # published quotations of ibm-granite/granite-4.0-h-small's config.json; heads of states: GraniteMoeHybridConfig
         ModelShape(
             "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72,
             experts_per_token=10, shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128,

@@ -48,7 +48,7 @@ class Load:
 
     @staticmethod
     def of(step: ScheduledStep, sampled: float, kv_tokens: float) -> Load:
-        """Return the load of the scheduled ``step``. The caller counts drafts and shared reads in the other two."""
+        """Return the load of the scheduled ``step``. The caller passes sampled rows and cached tokens."""
         return Load(step.num_tokens, sampled, kv_tokens, *_range_parts(step), _copied_rows(step))
 
     def with_ranges(self, parts: RangeParts) -> Load:
@@ -57,7 +57,7 @@ class Load:
 
 
 def tail_partials(num_tokens: int) -> int:
-    """Return the partial results per row of a tail of ``num_tokens``: one per aligned power of two of splits."""
+    """Return the partial results per row of a tail of ``num_tokens``: one per binary 1 in its number of splits."""
     return bin(-(-num_tokens // SPLIT_TOKENS)).count("1")
 
 
@@ -101,16 +101,16 @@ def expected_largest(number: float) -> float:
 def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float:
     """Return the expected largest load of ``num_r_workers`` R-workers, relative to the mean load.
 
-    ``sequences_each``: mean sequences, or ranges, of one mini-batch per R-worker. Below one, some R-workers have one
-    and others none.
+    ``sequences_each``: mean sequences, or ranges, of one mini-batch per R-worker. If below
+    one, some R-workers have one sequence and others none.
 
     Sequences of random ages are placed at random (arXiv 2601.21351). A load is a sum of n contexts, so it is nearly
-    normal with a spread of s / sqrt(n) of its mean. The largest of P such loads exceeds the mean by that times the
-    expected largest of P normals. A scheduler that looks ahead does better; a plan does not rely on it.
+    normal with a spread of s / sqrt(n) of its mean. The largest of P such loads exceeds the mean by that spread times
+    the expected largest of P normals. A scheduler that looks ahead does better; a plan does not rely on it.
     """
     if num_r_workers <= 1 or sequences_each <= 0:
         return 1.0
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
     if sequences_each <= 1:
         return largest / sequences_each
-    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # no fraction of a sequence
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are whole

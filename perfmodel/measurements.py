@@ -101,7 +101,7 @@ class PlanPoint:
 class ContentionPoint:
     """How many times slower each side is while the other works on this machine's other cores.
 
-    ``num_kv_heads``: of the cache that the R-worker reads. The more it reads, the more it slows S.
+    ``num_kv_heads``: of the cache that the R-worker reads. The more bytes the R-worker reads, the more it slows S.
     """
 
     s_threads: int
@@ -116,7 +116,7 @@ class ContentionPoint:
 class AnchorPoint:
     """The time of a short call of the S-worker (``part`` "s") or an R-worker ("r"), which shows the machine's speed.
 
-    Measured again later, it tells the machine's present speed.
+    The same call, measured later, tells the machine's speed at that time.
     """
 
     part: str
@@ -130,9 +130,9 @@ class AnchorPoint:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """The time from a prompt's arrival to its first token on prefill worker ``worker`` alone.
+    """The time from a prompt's arrival to its first token if prefill worker ``worker`` computes the whole prompt.
 
-    ``num_busy``: the first so many workers compute such a prompt at the same time.
+    ``num_busy``: how many workers, ``worker`` included, each compute such a prompt at the same time.
     """
 
     num_tokens: int

@@ -144,7 +144,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _without_recurrent(config: Mapping[str, Any], hybrid: HybridLayers) -> Mapping[str, Any]:
-    """Return ``config`` reduced to its attending layers: without the types of recurrent layers, and with new counts."""
+    """Return a hybrid's ``config`` with the types of attending layers only, and sizes under the usual keys."""
     changed: dict[str, Any] = {"num_hidden_layers": hybrid.attending + hybrid.recurrent}
     changed["layer_types"] = [each for each in config.get("layer_types") or () if each not in RECURRENT]
     if not hybrid.experts:
@@ -184,7 +184,7 @@ def _windows(config: Mapping[str, Any], num_layers: int, index: IndexShape | Non
     window = (config.get("use_sliding_window") is not False and config.get("sliding_window")) or 0
     sees = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
     sees |= {INDEXED: picked, BLOCK_SPARSE: picked}
-    # Model types with windows in all layers but each second, fourth or sixth, unless the file says otherwise
+    # Types of models in which each second, fourth or sixth layer has no window, unless the file says otherwise
     patterns = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
     every = config.get("sliding_window_pattern") or patterns.get(config.get("model_type", ""), num_layers + 1)
     first = config.get("max_window_layers") or 0

@@ -53,15 +53,15 @@ class ModelSizes:
     ``mlp_matrices``: 3 if the MLP is gated, else 2. ``num_experts``: copies of the MLP, of which each token uses
     ``experts_per_token``. ``shared_intermediate_size``: width of a further MLP for every token. ``dtype``: of the
     weights and of q, k, v, o. ``windows``: tokens that a query sees in each layer, 0 for all; if ``chunked``, lengths
-    of chunks, of which it sees its own up to itself; empty if all layers see all. ``latent``: the sizes of latent
+    of chunks: a query sees its own chunk up to itself; empty if all layers see all. ``latent``: the sizes of latent
     attention, whose rows are the keys of one KV head. ``index``: the index that picks the tokens which queries see; its
     picks count as windows. ``dense_layers``: layers with one MLP of ``dense_intermediate_size`` instead of experts.
     ``state``: the recurrent layers, which count in ``num_layers``; the others attend, and have the windows.
     ``mlp_layers``: the number of MLPs, if not every layer has one. ``gated_attention``: queries are projected twice,
     for a gate of the output. ``beside_attention``: parameters of an attending layer beyond its projections and MLP.
     ``max_context``: the longest context that the model was made for; 0 if unknown. ``weight_bits``: bits of a stored
-    weight; 0 for those of ``dtype``. ``multiplies_int8``: linear layers multiply int8 codes, so that times for
-    ``dtype`` do not apply.
+    weight; 0 for those of ``dtype``. ``multiplies_int8``: linear layers multiply int8 codes, so times measured
+    with ``dtype`` do not apply.
     """
 
     name: str

@@ -40,10 +40,10 @@ def closed_form(
 ) -> Parts:
     """Return the parts that, by ``model``, all workers finish at the same time; computed in closed form.
 
-    After a prefix of c tokens, a layer of the first e tokens takes W(e) = a'·e + b·e²/2 with a' = a + b·c. Here a is
-    for products and b for a pair. A part takes the difference of two of these. Worker i begins its first attention d_i
-    later than the first one, when all earlier keys and values have come. All end at F = d_i + L·w_i / s_i, and Σ w_i =
-    W(n) gives F. Each cut is where W reaches the sum of the earlier w.
+    After a prefix of c tokens, one layer takes W(e) = a'·e + b·e²/2 seconds for the first e tokens, with a' = a + b·c:
+    a is a row's products, b a pair. Part i takes w_i: W at its end minus W at its start. Worker i begins its first
+    attention d_i later than worker 0, when all earlier keys and values have come. With speeds s_i and L layers, all end
+    at F = d_i + L·w_i / s_i, and Σ w_i = W(n) gives F. Each cut is where W reaches the sum of the earlier w.
     """
     speeds = list(speeds) or [1.0] * num_workers
     attention = model.attention
@@ -108,7 +108,7 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 
     Each level tries all combinations of ``GRID`` strides for the cuts, moves while that helps, and then halves the
     stride, down to ``least_stride``. With one cut this is a binary search (figure 6). ``first_stride``: by default an
-    eighth of the prompt per worker; a smaller one suits a ``start`` that is near. Nothing is measured twice.
+    eighth of the prompt per worker; a smaller one suffices for a good ``start``. Nothing is measured twice.
     """
     num_tokens, cuts = sum(start), tuple(itertools.accumulate(start))[:-1]
     known: dict[Parts, float] = {}
@@ -238,7 +238,7 @@ NO_TABLE = PartitionTable(())
 class Forecast:
     """Predicts, for the scheduler's policy, how to cut a prompt and when each worker finishes its part.
 
-    Parts come from ``table`` if it knows the number of workers and they are equally fast, else from the closed form.
+    Parts come from ``table`` if it has this number of workers, and they are equally fast; else from the closed form.
     ``method``: "kvr", or "tsp" with even parts. After a cached prefix of ``context_len`` tokens, which the table does
     not cover, the closed form of a chain is used.
     """
@@ -253,7 +253,7 @@ class Forecast:
             return closed_form(self.model, num_tokens, len(speeds), speeds, context_len)
         if self.method == "tsp":
             return even(num_tokens, len(speeds))
-        # Workers whose speeds differ by less use the table's parts, which were found for equal ones
+        # Workers whose speeds differ by less than this use the table's parts, which were found for equally fast workers
         alike = 1.1
         if self.table.knows(len(speeds)) and max(speeds) < alike * min(speeds):
             return self.table.parts(num_tokens, len(speeds))

@@ -61,7 +61,7 @@ def measured_prefill_model(
     """Return times of a prefill worker like the first measured one, while ``num_busy`` workers compute.
 
     ``shape``: may have another number of layers than the profile's. A prompt of n tokens takes a·n for products, b per
-    pair of its attention, and c once. Raise ProfileError if none was measured.
+    pair of its attention, and c once. Raise ProfileError if no worker was measured.
     """
     alone = _alone(profile, 0)
     if not alone:

@@ -94,13 +94,13 @@ class PartSeconds(NamedTuple):
 
     @property
     def all(self) -> float:
-        """The sum of the three, that is, the part's seconds without waiting."""
+        """The part's seconds without waiting: both products and attention."""
         return self.before + self.attention + self.after
 
 
 @dataclass(frozen=True)
 class PrefillTimes:
-    """Times of prefill workers of one kind. Calls take each one's relative speed.
+    """Times of prefill workers. Methods take the relative speed of each worker as an argument.
 
     ``kv_bytes``: of one token's keys and values in one layer. ``stored_kv_bytes``: of a prefix token, sent in the
     R-workers' form; None for ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
@@ -139,9 +139,9 @@ class PrefillTimes:
                                 └ k, v of layer 0 of parts 0 and 1
             worker 2  |qkv 0|  wait                   |attention 0|…
 
-        The last one has the first token. A worker sends layer l on when it has the earlier parts' and its own (section
-        4.2, figure 5). The link sends one layer after another while the worker computes. A prefix of ``context_len``
-        tokens reaches worker 0 over such a link too.
+        The last worker computes the first token. A worker sends a layer's keys and values on when it has those of the
+        earlier parts and of its own (section 4.2, figure 5). The link sends one layer after another while the worker
+        computes. A prefix of ``context_len`` tokens reaches worker 0 over such a link too.
         """
         arrivals = [0.0] * self.num_layers
         if context_len:
@@ -164,8 +164,8 @@ class PrefillTimes:
     def tsp_seconds(self, parts: Sequence[int], speeds: Sequence[float] = ()) -> float:
         """Return the seconds of tensor/sequence parallel, where all workers gather all keys and values in every layer.
 
-        They gather in a ring, and wait for it. Each worker's attention also computes what causality hides (section 4.1,
-        figure 4).
+        The workers gather in a ring, and begin attention after it. Each worker's attention also computes the pairs that
+        causality excludes (section 4.1, figure 4).
         """
         speeds, num_tokens = list(speeds) or [1.0] * len(parts), sum(parts)
         workers = list(zip(parts, speeds, strict=True))
@@ -206,7 +206,7 @@ class PrefillTimes:
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
     """Return how many tokens' keys and values cross the chain's links per layer: equations 6, 7 for uneven parts.
 
-    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. With even parts it is n·(p − 1)/2, half of TSP's. All
+    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. Even parts give n·(p − 1)/2, half of TSP's. All
     but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the first one do
     not count.
     """

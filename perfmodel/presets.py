@@ -29,7 +29,7 @@ def _gpu(
     nvlink_gb_per_s: float = 0.0,
     source: str = "NVIDIA data sheet",
 ) -> Gpu:
-    """Return a GPU with a data sheet's nominal figures: dense 16-bit tensor FLOP/s, with 32-bit sums if they differ."""
+    """Return a GPU with a data sheet's nominal figures: dense 16-bit tensor FLOP/s with 32-bit accumulation."""
     measured = name == "a10"
     read = Figure(gb_per_s * 1e9, GPU_READ_EFFICIENCY, False, f"{source}; 0.8 taken for any GPU")
     weights = Figure(gb_per_s * 1e9, A10_WEIGHT_EFFICIENCY, True, "FastDecode paper, T(1) of a 7B layer")
@@ -147,7 +147,7 @@ def find_cpu_host(name: str) -> CpuHost:
 def _find(flag: str, presets: Mapping[str, _Preset], name: str) -> _Preset:
     key = _key(name)
     matches = [preset for preset in presets if _key(preset) == key]
-    # Least letters and digits of a name's end that stand for it, such as 5090 and 9950x
+    # Fewest letters and digits at a name's end that identify a preset, such as 5090 and 9950x
     least_key = 4
     if not matches and len(key) >= least_key:
         matches = [preset for preset in presets if _key(preset).endswith(key)]

@@ -45,7 +45,7 @@ FORMAT_VERSION = 3
 class HardwareProfile:
     """A machine's S-worker, R-workers and links, calibrated for one model's layers.
 
-    Raise ProfileError for what it lacks.
+    Its methods raise ProfileError for a measurement that the profile lacks.
     """
 
     machine: MachineIdentity
@@ -132,10 +132,10 @@ class HardwareProfile:
     def absorbs_sooner_at_r_workers(
         self, shape: ModelShape, kv_dtype: str, rows: float, r_workers: Iterable[str]
     ) -> bool:
-        """Return whether ``rows`` rows of a latent layer return sooner if R-workers multiply K and V.
+        """Return whether ``rows`` rows of a latent layer return sooner if R-workers, not the S-worker, absorb K and V.
 
-        Each row covers MEAN_CONTEXT tokens. The time counts the link to the slowest of ``r_workers`` and its work.
-        Return False if one of the two was not measured.
+        Each row attends to MEAN_CONTEXT tokens. The compared times are of the slowest link to ``r_workers``, and of
+        attention. Return False if the profile lacks attention with either side absorbing.
         """
         seconds = []
         for each in (shape.absorbing(False), shape.absorbing(True)):
@@ -203,7 +203,7 @@ class HardwareProfile:
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
-        """Return the contention of S and R on separate cores here, with the nearest threads, then KV heads."""
+        """Return the contention of S and R on separate cores, measured with the nearest threads, then KV heads."""
         if not self.contention:
             return Contention()
         nearest = min(

@@ -21,7 +21,7 @@ NVLINK_STEP_SECONDS, PCIE_STEP_SECONDS, NETWORK_STEP_SECONDS = 5e-6, 10e-6, 25e-
 class PeerLink:
     """The link between ranks.
 
-    ``bytes_per_second``: rate at which each sends and, at the same time, receives. ``step_seconds``: of an empty
+    ``bytes_per_second``: rate at which each rank sends and, at the same time, receives. ``step_seconds``: of an empty
     message.
     """
 
@@ -51,7 +51,7 @@ class RankGroup:
         """Return the seconds to sum a tensor of ``num_bytes`` over all ranks: the faster of two algorithms.
 
         A ring takes 2·(N - 1) messages of a share of the tensor (least bytes). Recursive doubling takes log2(N)
-        messages of all of it (fewest messages).
+        messages of the whole tensor (fewest messages).
         """
         if self.link is None or self.size == 1:
             return 0.0
@@ -98,10 +98,10 @@ class RankSPart:
 
 
 def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Return one of ``num_ranks``'s part of ``shape``: heads, MLP widths and the head's vocabulary are divided.
+    """Return the part of ``shape`` on one of ``num_ranks`` ranks: heads, MLP widths and the vocabulary are divided.
 
-    If KV heads are fewer than ranks, several ranks have the same. The same holds for latent rows, which all heads
-    share, and their projections. Recurrent layers are whole on each rank. Raise PlanError if heads cannot be divided
+    If there are fewer KV heads than ranks, several ranks have the same KV head. Every rank has whole latent rows, which
+    all heads share, the projections to latents, and whole recurrent layers. Raise PlanError if heads cannot be divided
     evenly.
     """
     if num_ranks == 1:

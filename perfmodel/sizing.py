@@ -14,7 +14,7 @@ from fastdecode.perfmodel.service import Service
 class Workload:
     """Sequences of ``seq_len`` tokens on average, of which the first ``prompt_len`` are given.
 
-    ``output_len_cv``: standard deviation of the output length over its mean (0: all equal, 1: exponential).
+    ``output_len_cv``: the output length's standard deviation divided by its mean (0: all equal, 1: exponential).
     ``shared_prefix_len``: tokens at the start that all prompts share, computed once, and read once per R-worker.
     ``remote_prompts``: prefill workers compute all prompts.
     """
@@ -34,7 +34,7 @@ class Workload:
         most_tokens = 1e12
         if self.seq_len > most_tokens:
             raise ConfigError(f"seq_len (prompt + output) must be at most {most_tokens:g} tokens, not {self.seq_len:g}")
-        # Largest deviation of output lengths; real traffic is below 5, and n sequences have at most sqrt(n - 1)
+        # Largest accepted value; that of real traffic is below 5, and that of n sequences at most sqrt(n - 1)
         largest_output_len_cv = 100.0
         if self.output_len_cv > largest_output_len_cv:
             raise ConfigError(
@@ -67,9 +67,9 @@ class Workload:
 
     @property
     def context_spread(self) -> float:
-        """Standard deviation of a running sequence's context over its mean.
+        """Standard deviation of a running sequence's context, divided by its mean.
 
-        An output of length o is seen at an age uniform over it, and long outputs are seen for longer. With
+        At any moment, a running output of length o has a uniform age from 0 to o, and long outputs run longer. With
         gamma-distributed lengths E[age] = o(1 + v)/2 and E[age^2] = o^2(1 + v)(1 + 2v)/3, where v is the square of
         ``output_len_cv``.
         """
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _read_in_chunks(num_tokens: float, chunk: int) -> float:
-    """Return the tokens read by queries at all contexts up to ``num_tokens``, each from its chunk's beginning."""
+    """Return the tokens that ``num_tokens`` queries, one per position, read from the beginnings of their chunks on."""
     whole, rest = divmod(num_tokens, chunk)
     return (whole * chunk**2 + rest**2) / 2.0
 
@@ -163,13 +163,13 @@ class Plan(Candidate):
 
     ``num_r_workers_exact``: by equation 11, unrounded. ``num_r_workers``: more if memory needs more
     (``r_workers_set_by``). Both are per rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, each with one
-    rank's heads of its sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the
+    rank's heads of some sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the
     load below ``kv_load_limit`` cached tokens over all R-workers. Of one R-worker: ``kv_bytes_per_token`` (held),
     ``kv_bytes_read_per_token`` (per step and token of context), ``state_bytes_per_sequence`` (of recurrent layers, read
     and written per step), and ``r_worker_bandwidth_gb_per_s``. ``r_workers_bound_by``: "reads" or "arithmetic".
-    ``r_workers_arithmetic_over_reads``: seconds of multiply-adds over those of reading, for rows or an index's keys,
-    whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first token of a request
-    with a free seat and no other prompt.
+    ``r_workers_arithmetic_over_reads``: seconds of multiply-adds divided by those of reading, for rows or for an
+    index's keys, whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first
+    token of a request with a free seat and no other prompt.
     """
 
     mini_batch_size: int
@@ -194,7 +194,7 @@ class Plan(Candidate):
 
     @property
     def service(self) -> Service:
-        """The plan as its users see it. A step gives each of them one token."""
+        """The plan as its users see it. A step gives each user one token."""
         return Service(
             self.in_flight, self.output_tokens_per_second, self.step_seconds, self.ttft_seconds,
             self.price_per_million_tokens,

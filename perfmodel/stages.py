@@ -123,8 +123,8 @@ class RPart:
 
     ``seconds_per_token``: per cached token and layer. ``row_seconds``: per row that a layer's call appends and attends.
     ``call_seconds``: per call. ``prompt_row_seconds``: per prompt row, if R-workers compute prompts too. ``bound_by``:
-    "reads", "arithmetic", or "" if unknown. ``arithmetic_over_reads``: seconds of a cached token's multiply-adds over
-    those of reading it; 0 if unknown.
+    "reads", "arithmetic", or "" if unknown. ``arithmetic_over_reads``: seconds of a cached token's multiply-adds
+    divided by those of reading the token; 0 if unknown.
     """
 
     seconds_per_token: float
@@ -229,7 +229,7 @@ class Transport:
 class Contention:
     """How many times slower each side is while the other works; 1 if they share nothing.
 
-    Two sides that share every core in turn have 2 and 2; :meth:`together` is then the sum.
+    If S and R take turns on the same cores, both slowdowns are 2, and :meth:`together` sums their seconds.
     """
 
     s_slowdown: float = 1.0
@@ -245,8 +245,8 @@ class Contention:
     def together(self, s_seconds: float, r_seconds: float) -> float:
         """Return the seconds until both sides are done, if they start together.
 
-        Alone they take ``s_seconds`` and ``r_seconds``. Both are slow until the first is done; the rest of the other
-        then runs alone.
+        Alone they take ``s_seconds`` and ``r_seconds``. Both are slowed down until one side is done; the other side
+        then finishes at full speed.
         """
         s_slow, r_slow = s_seconds * self.s_slowdown, r_seconds * self.r_slowdown
         if s_slow <= r_slow:

@@ -20,11 +20,11 @@ class StateShape:
 
     ``groups`` of heads share queries and keys. ``taps``: tokens of the convolution before the recurrence. ``decays`` of
     a head: 1, or one per key dim. A convolution alone has ``groups`` and ``key_dim`` 0. ``gates``: further projections
-    as wide as the values. ``rates``: projected numbers of a head. ``gate_rank``: of those that are products of two
-    narrow ones, for the decays and the output; 0 for none. ``by_channel``: each channel of the values decays by itself
-    (Mamba-1, the RG-LRU), and the convolved values return before the recurrence. ``item_bytes``: of an element of the
-    matrices. ``at_s_worker``: the S-worker keeps the states (``--state-on s``), and no row of these layers is sent.
-    Names and formulas are those of rworker/state_spec.hpp.
+    as wide as the values. ``rates``: projected numbers per head. ``gate_rank``: inner width of low-rank projections for
+    the decays and the output gate; 0 for none. ``by_channel``: each channel of the values has its own decay (Mamba-1,
+    the RG-LRU), and the convolved values return before the recurrence. ``item_bytes``: of an element of the matrices.
+    ``at_s_worker``: the S-worker keeps the states (``--state-on s``), and no row of these layers is sent. Names and
+    formulas are those of rworker/state_spec.hpp.
     """
 
     num_layers: int
@@ -67,9 +67,9 @@ class StateShape:
         return "delta" if self.rates == 2 or self.decays > 1 else "scan"
 
     def layer_layout(self, model_item_bytes: int) -> Recurrent:
-        """Return one layer as described to R-workers, with zero filters, for a model with this element size.
+        """Return one layer's layout for R-workers, with zero filters. ``model_item_bytes``: of an element of rows.
 
-        If channels decay by themselves, an engine has a separate layer for the convolution; here one does both.
+        With ``by_channel``, an engine has a separate layer for the convolution; this layout describes both as one.
         """
         numbers = (self.wide if self.by_channel else self.heads * (self.decays + 1)) if self.key_dim else 0
         factors = b"" if self.kind != "selective" else bytes(4 * self.key_dim * self.wide)
@@ -96,7 +96,7 @@ class StateShape:
         wide = self.wide
         if (
             self.by_channel
-        ):  # keys, queries and steps are projected from the values; each number of a state has a factor
+        ):  # keys, queries and time steps are projected from the values; each element of a state has a decay
             return (2 + self.gates) * hidden_size * wide + (2 * self.gate_rank + 3 * self.groups * self.key_dim) * wide
         low_rank = 2 * self.gate_rank * (hidden_size + wide)
         return (
@@ -137,7 +137,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
     num_layers = kinds.total()
     if not recurrent:
         return None
-    if config.get("model_type") == "falcon_h1":  # each layer has both side by side, then an MLP
+    if config.get("model_type") == "falcon_h1":  # each layer has attention beside a recurrence, then an MLP
         return HybridLayers(num_layers, num_layers, num_layers)
     if config.get("model_type") == "zamba2":  # some layers attend and have an MLP, and are otherwise like the rest
         return HybridLayers(kinds["hybrid"], num_layers, kinds["hybrid"])

@@ -14,7 +14,7 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 class StatesHere:
     """The cost of recurrent states on the S-worker: the mean layer's seconds per call, and per row in the call.
 
-    ``num_places``: states that its memory can hold.
+    ``num_places``: states that the S-worker's memory can hold.
     """
 
     row_seconds: float
@@ -24,8 +24,8 @@ class StatesHere:
     def seconds(self, rows: float, prompt_rows: float) -> float:
         """Return the seconds of the mean layer's call.
 
-        A call advances the states of ``rows`` sequences by one row, others by prompt rows. PROMPT_ROWS_PER_STATE of
-        these count as one row.
+        A call advances ``rows`` states by one decode row each, and others by ``prompt_rows`` rows in all. As many as
+        PROMPT_ROWS_PER_STATE prompt rows take the time of one decode row.
         """
         return self.call_seconds + self.row_seconds * (rows + prompt_rows / PROMPT_ROWS_PER_STATE)
 

@@ -30,9 +30,9 @@ class StepModel:
     ``num_r_workers``: may be a fraction while a plan is compared. ``contention``: of S-worker and R-workers on one
     machine. ``r_workers_per_core``: R-workers that share cores. ``drains``: R-workers wait while the first mini-batch
     reaches its first attention, and after the last one leaves its last: a layer and the head in all. The paper's
-    equations, and so presets, do not include it. ``storage``: the cost of ranges and second copies. ``states``: states
-    on the S-worker. ``context_spread``: standard deviation of a context over its mean, if each layer waits for the
-    slowest R-worker; None if loads are already those of the busiest one. ``ranges_each``: ranges per sequence, on
+    equations, and so presets, do not include this wait. ``storage``: the cost of ranges and second copies. ``states``:
+    states on the S-worker. ``context_spread``: a context's standard deviation divided by its mean, if each layer waits
+    for the slowest R-worker; None if loads are already the busiest R-worker's. ``ranges_each``: ranges per sequence, on
     different R-workers.
     """
 
@@ -125,7 +125,7 @@ class StepModel:
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
     def idle_s_share(self, tokens: int) -> float:
-        """Return the S-part seconds of a step of one row over those of ``tokens``: ``Limits.idle_s_share``."""
+        """Return the S-part's seconds in a step of one row, relative to one of ``tokens``: ``Limits.idle_s_share``."""
         layer, head = self._s_seconds, self.s_part.head_seconds
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])
@@ -163,7 +163,7 @@ class MeasuredStepTime:
     r"""Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        """``tokens``: ascending, at least two. ``seconds``: of steps with so many rows and no cached tokens."""
+        """``tokens``: ascending, at least two. ``seconds``: of steps of as many rows, without cached tokens."""
         self._tokens = np.array(tokens, np.float64)
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
 

@@ -21,9 +21,9 @@ class StorageCosts:
     """Costs of one row in one layer; unknown ones are 0.
 
     Ranges: ``query_bytes`` go to each closed range, ``partial_bytes`` of a partial result return, the S-worker merges
-    it in ``merged_seconds``, and each call of a layer takes ``call_seconds``. ``slowness``: of the S-worker relative to
-    the time of this measurement. Second copies: ``copied_bytes`` of keys and values go to one more R-worker, which
-    stores them in ``append_seconds``.
+    it in ``merged_seconds``, and each call of a layer takes ``call_seconds``. ``slowness``: how many times slower the
+    S-worker is than in the measurement of these costs. Second copies: ``copied_bytes`` of keys and values go to one
+    more R-worker, which stores them in ``append_seconds``.
     """
 
     query_bytes: float = 0.0
@@ -65,14 +65,14 @@ class StorageCosts:
     def merge_seconds(self, load: Load, num_mini_batches: int) -> float:
         """Return the S-worker's seconds for sequences in ranges, per layer and mini-batch of ``load``.
 
-        It copies queries of closed ranges beside an R-worker's own, receives partial results, and merges them.
+        The S-worker copies each row's query for its own R-worker and once per closed range, and merges partial results.
         """
         if not load.partials:
             return 0.0
         rows, reads, partials = (each / num_mini_batches for each in (load.rows, load.reads, load.partials))
         copied = (reads + rows) * self.query_bytes + partials * self.partial_bytes
         merged = partials * self.merged_seconds
-        # Rate at which one thread copies queries beside an R-worker's own, and receives partial results, on Zen 4
+        # Rate at which one thread copies queries and receives partial results, on Zen 4
         copied_bytes_per_second = 12e9
         return self.slowness * (self.call_seconds + merged + copied / copied_bytes_per_second)
 

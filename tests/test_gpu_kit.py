@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -62,6 +63,83 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_children(
     pid = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+ALL_PARTS = """
+import os, sys
+from gpu_kit import __main__ as kit
+kit.PARTS = tuple(kit.PartSpec(each, f"Part {each}", f"part_{each}", 4, 4) for each in "abcde")
+kit.why_no_device = lambda device: os.environ.get("NO_DEVICE", "")
+sys.exit(kit.main(["--device", "cpu", "--quick", *sys.argv[1:]]))
+"""
+
+
+def run_kit(tmp_path: Path, parts: dict[str, str], *arguments: str, **environment: str) -> tuple[int, str, Any]:
+    """Run the kit with parts of this code, ``parts`` by letter; return its exit code, what it said, and the report."""
+    for letter in "abcde":
+        (tmp_path / f"part_{letter}.py").write_text(WRITES + ROW + textwrap.dedent(parts.get(letter, "")))
+    out = tmp_path / "out"
+    own = os.environ | {"PYTHONPATH": f"{SCRIPTS}:{tmp_path}", "PYTHONSAFEPATH": "1"} | environment
+    command = [sys.executable, "-c", ALL_PARTS, *(arguments or ("--out", str(out)))]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60, check=False)
+    file = out / "report.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else None
+
+
+def test_parts_that_fail_are_named_and_the_others_run(tmp_path: Path) -> None:
+    """Errors, a crash for want of memory, a row that is not as it must be; the run ends with 1."""
+    wrong = """at.write_text('[{"name": "n", "value": 0.5, "unit": "", "note": "", "failed": true}]')"""
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code, said, found = run_kit(tmp_path, {"b": "raise MemoryError('no room')", "c": killed, "d": wrong})
+    assert code == 1 and "failed: b: not finished (exit 1: MemoryError: no room)" in said
+    assert [each[:1] for each in found["failed"]] == ["b", "c", "d"] and "d: n (0.5)" in found["failed"]
+    assert "killed by SIGKILL, which the kernel sends where memory is short" in found["failed"][1]
+    assert len(found["parts"]["e"]["rows"]) == 1
+    assert "**Failed:** b: " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_all_parts_well_end_with_0(tmp_path: Path) -> None:
+    code, _, found = run_kit(tmp_path, {})
+    assert (code, found["failed"]) == (0, [])
+    assert "All parts finished" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_run_that_is_asked_to_stop_leaves_its_report(number: signal.Signals, tmp_path: Path) -> None:
+    """The part that runs is ended, and those to come are named."""
+    stops = f"import os, time; os.kill(os.getppid(), {number.value}); time.sleep(30)"
+    code, _, found = run_kit(tmp_path, {"b": stops})
+    assert code == 128 + number
+    assert f"stopped by {number.name}" in found["failed"][0] and len(found["parts"]["a"]["rows"]) == 1
+    assert [f"not begun: stopped by {number.name}" in each for each in found["failed"]] == [False, True, True, True]
+
+
+def test_a_run_that_is_killed_leaves_what_ended(tmp_path: Path) -> None:
+    code, _, found = run_kit(tmp_path, {"c": "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"})
+    assert code == -signal.SIGKILL
+    rows = [[row["name"] for row in part["rows"]] for part in found["parts"].values()]
+    assert rows == [["first"], ["first"], *[["not finished"]] * 3]
+
+
+def test_a_host_that_cannot_run_has_a_report_with_the_reason(tmp_path: Path) -> None:
+    code, _, found = run_kit(tmp_path, {}, NO_DEVICE="torch cannot compute on cuda: no driver")
+    assert code == 1 and all("not begun: torch cannot compute on cuda: no driver" in each for each in found["failed"])
+    code, _, found = run_kit(tmp_path, {}, KIT_FAILED="run.sh: python3 needs torch 2.11 or newer and has none")
+    assert code == 1 and len(found["failed"]) == 5 and "needs torch 2.11" in found["failed"][0]
+
+
+def test_no_file_of_others_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    code, said, _ = run_kit(tmp_path, {}, "--out", str(tmp_path))
+    assert code == 2 and "has other files: give a new or empty folder" in said
+    assert (tmp_path / "mine.txt").exists() and not (tmp_path / "report.md").exists()
+
+
+@pytest.mark.slow
+def test_a_device_is_tried_first() -> None:
+    """In a process of its own: the CPU computes, and a name that torch does not know has its reason."""
+    assert kit.why_no_device("cpu") == ""
+    assert kit.why_no_device("no-such").startswith("torch cannot compute on no-such: RuntimeError")
 
 
 def test_a_part_that_says_nothing_has_a_reason() -> None:

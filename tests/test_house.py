@@ -14,7 +14,7 @@ import pytest
 from helpers import r_workers
 from helpers.modules import modules, reached, sources, trees
 
-from fastdecode.core.optional import PARTS
+from fastdecode.core.optional import PARTS, optional
 
 ROOMS_OF_CLUSTER = ("wire", "links", "r_worker", "pool", "prefill", "ray")
 """Packages of ``cluster`` in order: each imports only those before it and itself."""
@@ -29,11 +29,11 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 39_900,
-    "lines of the product": 68_590,
+    "lines of the product": 69_150,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 597,
+    "module constants": 599,
     "docstrings that are fragments": 18,
 }
 
@@ -144,6 +144,16 @@ def test_each_part_is_a_module_that_somebody_asks_for() -> None:
 def test_no_part_is_imported_without_being_asked_for() -> None:
     """A part that something serving imports anyway saves nothing."""
     assert set(PARTS.values()) & serving(optional=False) == set()
+
+
+@pytest.mark.slow
+def test_what_is_asked_of_a_part_is_in_it() -> None:
+    """No type checker sees through ``optional``, so each ``optional("part").name`` is looked up here."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    calls = [(node.value, node.attr) for node in nodes if isinstance(node.value, ast.Call)]
+    asked = [(call.args[0], name) for call, name in calls if getattr(call.func, "id", "") == "optional"]
+    assert len(asked) > 40
+    assert [name for part, name in asked if not hasattr(optional(ast.literal_eval(part)), name)] == []
 
 
 def test_circles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

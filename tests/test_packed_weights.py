@@ -18,6 +18,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.model import held, loader, packing
 from fastdecode.sworker.model.formats import Layout
 from fastdecode.sworker.model.kept import KeptLinear
+from fastdecode.sworker.model.kept_experts import SomeExperts
 from fastdecode.sworker.model.loader import load_hf_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -34,7 +35,19 @@ def float8(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
     return {name: numbers, name + "_scale": scales}, numbers.float() * scales
 
 
+def blocked(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """compressed-tensors' FP8 with a scale per block, which the sizes are no multiples of."""
+    packed, plain = fp8(name, weight, block=(24, 40))
+    return {each.replace("_scale_inv", "_scale"): tensor for each, tensor in packed.items()}, plain
+
+
+BLOCKED = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [24, 40]}}
 KEPT: dict[str, Format] = {
+    "blocks": (
+        "llama",
+        blocked,
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": BLOCKED}},
+    ),
     **{kind: FORMATS[kind] for kind in ("awq", "gptq", "int4", "int8")},
     "fp8": ("qwen3", partial(fp8, block=(24, 40)), {"quant_method": "fp8", "weight_block_size": [24, 40]}),
     "float8": ("llama", float8, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
@@ -89,12 +102,67 @@ def test_memory_counts_packed_bytes(tmp_path: Path) -> None:
     assert held.weights_digest(model) != before
 
 
+def uneven(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Format "int4" for all experts but one, so that the experts of a layer cannot be stacked."""
+    return ({name: weight}, weight) if ".experts.1." in name else FORMATS["int4"][1](name, weight)
+
+
 @pytest.mark.slow
-def test_experts_and_other_names_are_unpacked_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, packed = saved("fp8", tmp_path)
+def test_experts_packed_in_part_are_unpacked_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, packed = saved("fp8", tmp_path, "", (*MIXTURES["qwen3_moe-int4"][:1], uneven, FORMATS["int4"][2]))
     with caplog.at_level(logging.WARNING):
-        kept_model(packed, "fp8")
-    assert "are unpacked to float32: model.layers." in caplog.text and "no plain linear layer's (experts" in caplog.text
+        kept_model(packed, "compressed-tensors")
+    assert "are unpacked to float32: some experts of model.layers.0.mlp.experts" in caplog.text
+
+
+MIXTURES: dict[str, Format] = {
+    "deepseek_v3-fp8": FORMATS["fp8"],
+    "gpt_oss-mxfp4": FORMATS["mxfp4"],
+    "qwen3_moe-int4": ("qwen3_moe", *FORMATS["int4"][1:]),
+    "qwen3_moe-gptq": ("qwen3_moe", *FORMATS["gptq"][1:]),
+    "mixtral-awq": ("mixtral", *FORMATS["awq"][1:]),
+    "qwen2_moe-fp8": ("qwen2_moe", partial(fp8, block=(8, 8)), {"quant_method": "fp8", "weight_block_size": [8, 8]}),
+    "olmoe-int8": ("olmoe", *FORMATS["int8"][1:]),
+}
+"""Mixtures of experts by format: blocks that cross experts' borders and some that do not, stacked in files or not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_packed_experts_answer_as_those_unpacked(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same grouped products over the same numbers, so the tokens are the same, by chosen experts and by all."""
+    kind = "mxfp4" if name.endswith("mxfp4") else "fp8"
+    _, packed = saved(kind, tmp_path, "", MIXTURES[name])
+    method = MIXTURES[name][2]["quant_method"]
+    wanted = texts(packed)
+    assert len({token for each in wanted for token in each}) > 8
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert texts(packed, quantization=method) == wanted
+    assert f"weights in {method} stay packed" in caplog.text
+    model, plain = kept_model(packed, method), plain_model(packed)
+    layers = [each for each in model.modules() if "kept_experts" in vars(each)]
+    assert layers and not any(each._parameters.get("down_proj") is not None for each in layers)
+    own = dict(plain.named_modules())
+    for place, module in model.named_modules():
+        if "kept_experts" in vars(module):
+            assert_alike(module, own[place])
+    item = next(plain.parameters()).element_size()
+    assert held.weight_bytes(plain) - held.weight_bytes(model) > sum(map(held.num_weights, layers)) * (item - 1.5)
+
+
+def assert_alike(kept: Any, plain: Any) -> None:
+    """Hold the weights of all experts, unpacked at once as a GPU needs them, against the unpacked parameters."""
+    every = SomeExperts(kept, vars(kept)["kept_experts"]._parts, torch.float32, None)
+    some = SomeExperts(kept, vars(kept)["kept_experts"]._parts, torch.float32, torch.tensor([0, kept.num_experts - 1]))
+    for name in vars(kept)["kept_experts"]._parts:
+        assert torch.equal(getattr(every, name), plain._parameters[name])
+        assert torch.equal(getattr(some, name), plain._parameters[name][[0, -1]])
+
+
+def plain_model(folder: Path) -> Any:
+    config = EngineConfig(str(folder), device="cpu", skip_tokenizer_init=True)
+    return loader.load_model(config, load_hf_config(config))
 
 
 def forms(folder: Path, device: torch.device = CPU, **settings: Any) -> packing.Packing:
@@ -117,6 +185,22 @@ def test_what_stays_packed_where(tmp_path: Path) -> None:
     ):
         form = forms(packed, GPU, **settings)
         assert form.how == "unpacked" and reason in form.why
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_kernels_that_nobody_can_fetch_leave_weights_in_layers_of_ours(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading would fail later, on a host with all packages and no way to the hub."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(packing, "find_spec", lambda name: object())
+    monkeypatch.setattr(packing, "get_kernel", fails)
+    monkeypatch.setattr(packing, "lazy_load_kernel", fails)
+    why = packing.why_not_theirs({"quant_method": method}, GPU)
+    assert why == "transformers cannot fetch its kernels from the hub (ConnectionError)"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +32,8 @@ The word that announces a layer's payload is mini-batch << 32 | layer.
 SPIN_SECONDS = 0.01
 """Longest busy wait. Most layers take less time; for longer ones the cost of a wake-up does not matter."""
 
-REST_SECONDS = 1.0
-"""Seconds for which a thread does not busy-wait after another thread was seen on its core."""
+REST_SECONDS = 1 / 64, 1.0
+"""Least and most seconds for which a thread does not busy-wait after another thread was seen on its core."""
 
 Found = TypeVar("Found")
 
@@ -179,26 +180,33 @@ class PartChannel:
 class Spin:
     """Waits busily, since waking a sleeping process takes about 0.1 ms on a virtual machine.
 
-    The thread yields its core after every look. If another thread uses the core meanwhile, this thread does not spin
-    for REST_SECONDS. So no setting has to say which processes share cores.
+    The thread yields its core after every look. If another thread uses the core meanwhile, this thread rests: it does
+    not spin for a while. Rests grow while the core stays shared, so no setting has to say which processes share cores.
     """
 
-    def __init__(self, most_seconds: float = SPIN_SECONDS) -> None:
-        self._most_seconds = most_seconds
-        self._rests_until = 0.0
+    def __init__(self, most_seconds: float = SPIN_SECONDS, now: Callable[[], float] = time.perf_counter) -> None:
+        self._most_seconds, self._now = most_seconds, now
+        self._rest_seconds, self._rests_until = REST_SECONDS[0], -math.inf
 
     def until(self, look: Callable[[], Found]) -> Found:
         """Call ``look`` until its result is true, or until it is time to sleep instead; return the last result."""
         found = look()
-        now = time.perf_counter()
+        now = self._now()
         end = now + self._most_seconds
         # A spinning thread that loses its core for this long shares it with another process. libzmq's threads in this
         # process take the core for less time.
         disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()
-            before, now = now, time.perf_counter()
+            before, now = now, self._now()
             found = look()
             if not found and now - before > disturbed_seconds:
-                self._rests_until = now + REST_SECONDS
+                self._rest(now)
         return found
+
+    def _rest(self, now: float) -> None:
+        """Rest from ``now`` on: twice as long if the last rest ended just before, half as long if it ended long ago."""
+        again = now - self._rests_until < 4 * self._rest_seconds
+        wanted = self._rest_seconds * (2 if again else 0.5)
+        self._rest_seconds = min(max(wanted, REST_SECONDS[0]), REST_SECONDS[1])
+        self._rests_until = now + self._rest_seconds

@@ -49,6 +49,7 @@ class PayloadSlots:
         distinct = {_shapes_of(layer): layer for layer in self._layers}.values()
         self._starts: list[list[int]] = []
         self._views: dict[tuple[int, tuple[tuple[int, int], ...]], Views] = {}
+        self._of_layer: dict[tuple[int, int], Views] = {}
         self._memory = np.zeros(0, np.uint8)
         self.num_bytes = self.largest_part = 0
         for each in rows:
@@ -74,14 +75,17 @@ class PayloadSlots:
         """Use ``memory``, uint8 [at least num_bytes], which is aligned to a cache line."""
         self._memory = memory
         self._views.clear()
+        self._of_layer.clear()
 
     def views(self, mini_batch: int, layer: int) -> Views:
         """Return q, k, v, o and partial results of one layer of one mini-batch. Layers of one shape share memory."""
-        spec = self._layers[layer]
-        key = (mini_batch, _shapes_of(spec))
-        if key not in self._views:
-            self._views[key] = self._make_views(mini_batch, spec)
-        return self._views[key]
+        found = self._of_layer.get((mini_batch, layer))
+        if found is None:
+            spec = self._layers[layer]
+            key = (mini_batch, _shapes_of(spec))
+            found = self._views.get(key) or self._make_views(mini_batch, spec)
+            self._views[key] = self._of_layer[mini_batch, layer] = found
+        return found
 
     def check(self, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """Raise ValueError unless q, k, v have the shapes and dtype of the plan."""
@@ -96,7 +100,7 @@ class PayloadSlots:
         """Copy q, k, v to their places. Raise ValueError as ``check`` does."""
         self.check(mini_batch, layer, arrays)
         for place, array in zip(self.views(mini_batch, layer), arrays, strict=False):
-            np.copyto(place, array)
+            place[...] = array
 
     def stretch(self, mini_batch: int, layer: int) -> np.ndarray:
         """Return the bytes from the first of q to the last of v, uint8 [num_bytes], with the padding between them."""

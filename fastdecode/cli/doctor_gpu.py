@@ -25,7 +25,8 @@ def findings_of(state: Any, has_driver: bool) -> Iterator[Finding]:
     if not state.name and has_driver:
         other_torch = "pip install torch for your driver's CUDA: https://pytorch.org/get-started/locally"
         cure = "nvidia-smi; CUDA_VISIBLE_DEVICES; a newer driver" if state.cuda_version else other_torch
-        yield Finding("broken", f"GPU: a driver is loaded, and {built} finds no GPU", cure)
+        reason = f": {state.no_gpu}" if state.no_gpu else ""
+        yield Finding("broken", f"GPU: a driver is loaded, and {built} finds no GPU{reason}", cure)
         return
     if not state.name:
         yield Finding("ok", f"GPU: none, so the S-worker runs on the CPU ({built})")

@@ -14,6 +14,7 @@ PARTS = {
     "GGUF tokenizer": "sworker.files.gguf_tokenizer",
     "GPU rows": "sworker.model.gpu_rows",
     "integer products": "sworker.products.products",
+    "kept weights": "sworker.model.kept",
     "KV port": "cluster.r_worker.kv_port",
     "LoRA": "sworker.model.lora",
     "model shape": "sworker.model.shape",

@@ -13,7 +13,7 @@ from fastdecode.perfmodel.service import ServiceLimits
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Finds mini-batch sizes for one planner, with balanced R-workers or with those of an existing pool."""
+    """Finds mini-batch sizes for one planner, with balanced R-workers or with an existing pool of R-workers."""
 
     planner: Planner
 
@@ -25,7 +25,7 @@ class BatchSearch:
         # Step of the batch sizes tried for the knee, since GPUs multiply in tiles
         knee_tile = 64
         sizes = range(knee_tile, MOST_SEQUENCES // 2, knee_tile)
-        # The batch is large enough when doubling it raises E(B) by less than this
+        # The batch is large enough when doubling it raises E(B) by less than this fraction
         knee_gain = 0.1
         knee = next((size for size in sizes if self._gain_of_doubling(size) < knee_gain), sizes[-1])
         return max(1, largest(self._fits_pool, knee))
@@ -41,15 +41,15 @@ class BatchSearch:
         return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
 
     def smallest(self) -> int:
-        """Return the smallest batch that some number of R-workers keeps up with. It has the shortest steps."""
+        """Return the smallest batch that some number of R-workers keeps up with, which has the shortest steps."""
         if self.planner.num_r_workers:
             return 1
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
 
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
-        """Return the largest batch whose sequences take at most this long, with balanced R-workers.
+        """Return the largest batch whose mean sequence takes at most ``latency_limit_seconds`` to decode.
 
-        This is equation 7 with every stage.
+        This is equation 7, extended from the S-part and the R-part to all stages of a step.
         """
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")
@@ -67,7 +67,7 @@ class BatchSearch:
         )
 
     def step_seconds(self, mini_batch_size: int) -> float:
-        """Return the seconds of the mean step with balanced R-workers, unrounded; whole ones are no slower."""
+        """Return the seconds of the mean step with an unrounded number of balanced R-workers."""
         planner = self.planner
         in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))
@@ -90,7 +90,7 @@ class BatchSearch:
         return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Return whether some number of R-workers keeps up. In a larger batch, fixed costs count less."""
+        """Return whether some number of R-workers keeps up, which only fixed costs of a call can prevent."""
         planner = self.planner
         indivisible = equations.indivisible_seconds(
             planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds

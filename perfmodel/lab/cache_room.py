@@ -15,7 +15,7 @@ class CacheRoom:
     """The schedule's peak for one workload, and the R-workers whose memory holds it.
 
     ``capacity_tokens``: cached tokens that one R-worker holds. ``state_tokens``: cached tokens that take the memory of
-    one sequence's states. ``copies``: per sequence. ``interval_steps``: between micro-batches; None to choose it.
+    one sequence's states. ``copies``: per sequence. ``interval_steps``: between micro-batches; None: the default.
     """
 
     workload: Workload
@@ -35,9 +35,9 @@ class CacheRoom:
     def load_limit(self, in_flight: int, num_r_workers: int) -> int:
         """Return the limit of the KV load: the schedule's peak.
 
-        Where sequences have prompts, a 32nd more counts, since a prompt is computed while it holds its seat, and as
-        many on each R-worker as on the fullest one, which has its own part of the limit, and whose sequences are older
-        than the mean. Less keeps seats empty.
+        With prompts the limit is higher, since a lower one would keep seats empty. It counts 1/32 more sequences, which
+        hold seats while their prompts are computed, or as many on each R-worker as on the fullest, whichever is more.
+        It is scaled to the busiest R-worker's expected load (``barrier``), as each R-worker has an equal part of it.
         """
         if not self.workload.prompt_len:
             return self._peak(in_flight)
@@ -47,20 +47,20 @@ class CacheRoom:
         return round_up(peak * barrier(num_r_workers, each, self.workload.context_spread))
 
     def _peak(self, in_flight: int, waiting: int = 0) -> int:
-        """Return the schedule's peak with ``waiting`` sequences beside those in flight.
+        """Return the schedule's peak load with ``waiting`` sequences beside those in flight.
 
-        The peak is never below one whole sequence, which could otherwise never run.
+        The result is at least one whole sequence, since under a lower limit no sequence could run.
         """
         output_len = self.workload.output_len
-        before = self.workload.mean_context - output_len / 2.0  # the prompt, and what unequal lengths add
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, and the context that unequal outputs add
         interval = self.interval(in_flight)
         peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
         return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Return the R-workers that hold the peak (equation 9), each with its own shared prefix.
+        """Return how many R-workers hold the peak load (equation 9).
 
-        Second copies store their own rows, also those of a shared prefix.
+        Each R-worker stores the shared prefix once; each second copy stores another prefix of its own.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
         peak_context = self._peak(in_flight) / in_flight

@@ -19,7 +19,7 @@ class DraftCost:
     """Seconds of drafting: ``sequence_seconds`` per sequence and step, and one pass per token.
 
     A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part`` (None: no calls). A
-    pass that attends on R-workers recomputes the rows of earlier passes, which left nothing there.
+    pass that attends on R-workers recomputes the rows of the step's earlier passes, which R-workers do not cache.
     """
 
     sequence_seconds: float = 0.0
@@ -60,13 +60,13 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Return the part of a cached token's time for a further row, if ``group`` query heads share a KV head."""
-    # Compute time of a row per query head, as a part: on Zen 4 3.3 ns for a bfloat16 token and KV head of 128, while
-    # reading takes 25 (docs/performance.md). A call takes the larger of both.
+    """Return a further row's time per cached token over the first row's. ``group``: query heads per KV head."""
+    # Arithmetic of one row and query head over the reading of a token: 3.3 ns over 25 ns, on Zen 4 for bfloat16 and a
+    # KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
     computed_share = 0.132
-    # Rows of a verification: compute time beyond that of reading is spread over all but the first
+    # Rows of a verification: all but the first share the time by which arithmetic exceeds reading
     usual_rows = 5
     above = (computed_share * group * usual_rows - 1.0) / (usual_rows - 1)
-    # The first row
+    # A further row takes at most as long as the first
     most_row_share = 1.0
     return min(max(ROW_SHARE, above), most_row_share)

@@ -42,7 +42,7 @@ def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None
 def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | None:
     """Return the fewest GPUs, a power of two, that hold the weights; None if 64 do not.
 
-    ``gpu`` is a whole ``group``'s.
+    ``gpu`` has the summed figures of all GPUs of ``group``.
     """
     one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
     count = 1
@@ -85,9 +85,9 @@ class GpuOnly:
 class GpuStepTime:
     """Any step of a GPU that holds the cache itself, at the roofline. It answers ``StepTime(tokens, kv_tokens)``.
 
-    Attention is the reading of keys and values, once per step and sequence. It adds to the rest, as the collectives of
-    ``group`` do, whose GPUs count as the one ``gpu``. A step reads ``read_share`` of the cache, and reads and writes
-    the states of sampled sequences.
+    A step is the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together are
+    ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also reads
+    and writes the states of sampled sequences.
     """
 
     shape: ModelShape
@@ -122,9 +122,10 @@ class GpuStepTime:
 
 
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
-    """Return the seconds of one prompt query and key on ``gpu``, over all attending layers.
+    """Return the seconds of one (query, key) pair of a prompt on ``gpu``, over all attending layers.
 
-    They are for the score and the added value, at half the rate of int8. Windows and indexes are not discounted.
+    A pair takes the products of a score and of a value; if linear layers multiply int8, at half that rate. Pairs that
+    windows or indexes exclude are not subtracted.
     """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
@@ -152,7 +153,7 @@ class GpuServer:
     read_share: float = 1.0
 
     def check_weights(self) -> None:
-        """Raise PlanError, with the shortage, if the weights do not fit the GPU, since neither way can run then."""
+        """Raise PlanError, with the shortage, if the weights do not fit the GPU, which FastDecode needs there too."""
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
@@ -206,7 +207,7 @@ class GpuServer:
 
     @property
     def pair_seconds(self) -> float:
-        """Seconds of a pair of a query and a key of a prompt, over all layers."""
+        """Seconds of a (query, key) pair of a prompt, over all layers."""
         return pair_seconds(self.shape, self.gpu)
 
     @property

@@ -24,12 +24,12 @@ from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 class Planner:
     """The machine and the workload. Each method answers one question about them.
 
-    Under tensor parallelism everything except hosts is of one of ``num_ranks`` equal ranks, which has its own R-workers
-    for its heads of all sequences: ``s_part`` with its collectives, ``r_part``, ``transport``, and numbers of
-    R-workers.
+    Under tensor parallelism each of ``num_ranks`` equal ranks has its own R-workers, which hold the rank's heads of all
+    sequences. All figures except numbers of hosts are then one rank's: ``s_part`` with its collectives, ``r_part``,
+    ``transport``, and numbers of R-workers.
 
-    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F; None to choose
-    it. ``…_overhead_seconds``: the host's own time in a step: once, per sequence (``row``), and per R-worker.
+    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F; None: the
+    default. ``…_overhead_seconds``: the host's own time in a step: once, per sequence (``row``), and per R-worker.
     ``kv_bytes_per_token``: held over all layers; only reported. ``read_share``: part of these bytes that a step reads,
     with windows and indexes; ``r_part`` already has the seconds of a cached token of the mean layer. ``num_r_workers``:
     of an existing pool; None for as many as keep up with the S-worker. ``state_bytes_per_sequence``: of all recurrent
@@ -83,7 +83,7 @@ class Planner:
     def plan(self, mini_batch_size: int) -> Plan:
         """Return the plan: the fewest R-workers that keep up with the S-worker, or the existing ones.
 
-        It includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
+        The plan includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
         """
         if mini_batch_size < 1:
             raise ConfigError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
@@ -127,7 +127,7 @@ class Planner:
         )
 
     def balanced_r_workers(self, mini_batch_size: int) -> float:
-        """Return equation 11, against the slower of the S-part and an overlapped hop, unrounded."""
+        """Return how many R-workers equation 11 needs to keep up with the S-part or an overlapped hop, unrounded."""
         return equations.balanced_r_workers(
             mini_batch_size,
             self._attended_context,
@@ -141,15 +141,15 @@ class Planner:
         )
 
     def enough_r_workers(self, mini_batch_size: int) -> float:
-        """Return the R-workers whose slowest keeps up, unrounded: equation 11 times the barrier.
+        """Return how many R-workers are needed so that the slowest keeps up, unrounded: equation 11 times the barrier.
 
-        With more R-workers each has fewer sequences, and a slowest further above the mean. Hence a second iteration.
+        With more R-workers each has fewer sequences, so the largest load is further above the mean. Hence it iterates.
         """
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
-        most_for_slowest = 1.5  # by more, R-workers are not added
+        most_for_slowest = 1.5  # at most 1.5 x equation 11
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), most_for_slowest)
@@ -175,7 +175,7 @@ class Planner:
         )
 
     def candidate(self, mini_batch_size: int, num_r_workers: int) -> Candidate:
-        """Return the figures of a number of R-workers, the plan's or another."""
+        """Return the plan's figures if it had ``num_r_workers`` R-workers."""
         in_flight = equations.in_flight(mini_batch_size, self.num_mini_batches)
         model, steps = self.step_model(num_r_workers), self.steps(in_flight, num_r_workers)
         seconds = sum(share * model.seconds(load) for share, load in steps)
@@ -226,7 +226,7 @@ class Planner:
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
     def steps(self, in_flight: float, num_r_workers: float) -> list[tuple[float, Load]]:
-        """Return the kinds of steps of the steady state: the part that each is of all, and its load."""
+        """Return each kind of step in the steady state: the fraction of all steps that it makes up, and its load."""
         mix = StepMix.of(self.workload, in_flight)
         _, kv_tokens = self.mean_step(mix.decoding, num_r_workers)
         return [(share, self.load(rows, mix.decoding, kv_tokens, num_r_workers)) for share, rows in mix.steps()]
@@ -239,8 +239,8 @@ class Planner:
     def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
         """Return the time to first token of a request with a free seat and no other prompt.
 
-        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, it is
-        one step.
+        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, the
+        time is one step.
         """
         workload, model = self.workload, self.step_model(num_r_workers)
         tokens = 0.0 if workload.remote_prompts else workload.prompt_len - workload.shared_prefix_len
@@ -265,7 +265,7 @@ class Planner:
         return self.s_part.layer_seconds(rows) + states
 
     def has_places(self, in_flight: int) -> bool:
-        """Return whether the S-worker's memory holds the states of ``in_flight`` sequences, if it keeps them."""
+        """Return whether the S-worker's memory holds ``in_flight`` sequences' states; true if R-workers keep them."""
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
     def memory_r_workers(self, in_flight: int) -> int:

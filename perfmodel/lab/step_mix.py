@@ -12,14 +12,14 @@ from fastdecode.perfmodel.sizing import Workload
 
 
 def batch_tokens(in_flight: int, workload: Workload) -> int:
-    """Return the token budget of a step: the engine's default, or the tiles that keep up with the prompts."""
+    """Return the token budget of a step: the engine's default, or more tiles if arriving prompts need them."""
     return max(CHUNK_TOKENS, math.ceil(in_flight * workload.rows_per_output_token / TILE_TOKENS) * TILE_TOKENS)
 
 
 @dataclass(frozen=True)
 class StepMix:
-    """``decoding``: sequences that get a token in a step; the others of those in flight still have their prompt
-    computed. ``chunk_share``: part of the steps that compute a chunk, of ``chunk_rows`` rows.
+    """``decoding``: sequences that get a token in a step; the prompts of other sequences in flight are still computed.
+    ``chunk_share``: fraction of the steps that also compute a prompt's chunk, of ``chunk_rows`` rows.
 
     The time of a step is the longest of several stages, so the mean over both kinds of steps exceeds the time of the
     mean step.
@@ -40,7 +40,7 @@ class StepMix:
         budget = batch_tokens(math.ceil(in_flight), workload)
         for _ in range(3):  # iterate, since decodes and chunks depend on each other
             chunk = budget - decoding
-            steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk is sampled in its own step
+            steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk's step gives a token
             decoding = in_flight * workload.output_len / (workload.output_len + steps)
         together = max(1, round(in_flight / 32))  # a micro-batch's prompts are computed in one step, if they fit
         chunk = min(budget - decoding, together * prompt_rows)
@@ -48,7 +48,7 @@ class StepMix:
         return StepMix(decoding, share, decoding * each / share)
 
     def steps(self) -> Iterator[tuple[float, float]]:
-        """Yield the part that each kind of step is of all, and its rows."""
+        """Yield, for each kind of step, its fraction of all steps and its rows."""
         if self.chunk_share < 1.0:
             yield 1.0 - self.chunk_share, self.decoding
         if self.chunk_share:

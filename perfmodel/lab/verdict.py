@@ -37,7 +37,7 @@ def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimi
 
 
 def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> Verdict:
-    """Compare two ways that both work."""
+    """Compare FastDecode with the GPU alone, where both can serve."""
     ratio = service.tokens_per_second / alone.output_tokens_per_second
     times = f"{digits(ratio, 2)} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
     if ratio <= 1:
@@ -52,7 +52,7 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
             return Verdict(
                 False, f"Do not use FastDecode here, unless {what} matters more than price: it gives {times}."
             )
-    # Ratios of throughput below this are within the error of figures not measured on the machine at hand
+    # A ratio of throughputs below this may be an error of figures that were measured on other machines
     margin = 1.2
     if ratio < margin:
         return Verdict(
@@ -92,11 +92,11 @@ def users(number: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, with three digits if it has fewer."""
+    """Return a time in milliseconds with three significant digits, or rounded to whole ones from 100 ms on."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def digits(value: float, count: int = 4) -> str:
-    """Return a number with ``count`` significant digits, and never as a power of ten from 1 on."""
+    """Return ``value`` with ``count`` significant digits; if at least 1, without an exponent."""
     return f"{float(f'{value:.{count}g}'):,.15g}"

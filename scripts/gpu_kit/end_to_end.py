@@ -19,6 +19,7 @@ import transformers
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.machine import available_memory_bytes, usable_cores
 from fastdecode.perfmodel.lab.measure.decode_rig import DecodeRig
+from gpu_kit import with_vllm
 from gpu_kit.models import shape_folder
 from gpu_kit.rows import Part, part_of_arguments
 from gpu_kit.timeline import draw
@@ -49,8 +50,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = shape_folder(Path(name), layers, small=not part.on_gpu)
         part.add("layers", layers, "of Llama-3-8B's 32" if part.on_gpu else "small ones, for a CPU")
+        batches_of = {}
         for context in contexts:
-            part.tried(f"{context} tokens", lambda context=context: compare(part, folder, context))
+            batches_of[context] = part.tried(
+                f"{context} tokens", lambda context=context: compare(part, folder, context)
+            )
+        with_vllm.add_rows(part, folder, contexts[0], batches_of[contexts[0]] or 4)
 
 
 def layers_that_fit(part: Part) -> int:
@@ -61,8 +66,11 @@ def layers_that_fit(part: Part) -> int:
     return max(4, min(8, int(free * 0.4 / 0.44e9)))
 
 
-def compare(part: Part, folder: Path, context: int) -> None:
-    """Add rows of one context: here at balance, the device alone at its largest batch, and what `plan` says."""
+def compare(part: Part, folder: Path, context: int) -> int:
+    """Add rows of one context: here at balance, the device alone at its largest batch, and what `plan` says.
+
+    Return the batch at balance.
+    """
     point = at_balance(part, folder, context)
     ours = point.batch / point.wall
     note = f"batch {point.batch}; S busy {point.s_busy:.0%}, R busy {point.r_busy:.0%} (85 % are wanted at balance)"
@@ -74,6 +82,7 @@ def compare(part: Part, folder: Path, context: int) -> None:
         part.add(f"transformers alone, {context} tokens", round(rate, 1), "tokens/s", f"static cache, batch {batch}")
         part.add(f"FastDecode over it, {context} tokens", round(ours / rate, 2), "x", "2 is wanted at 32768 tokens")
     part.tried(f"plan, {context} tokens", lambda: planned(part, folder, context))
+    return point.batch
 
 
 def at_balance(part: Part, folder: Path, context: int) -> Point:
@@ -97,14 +106,14 @@ def batches(part: Part, context: int) -> Iterator[int]:
         batch *= 2
 
 
-def measure(part: Part, folder: Path, context: int, batch: int) -> Point:
+def measure(part: Part, folder: Path, context: int, batch: int, model_impl: str = "transformers") -> Point:
     """Return the point of one batch size, with caches of random keys and values."""
     cores = len(usable_cores())
     config = EngineConfig(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", device=part.device,
         max_num_seqs=batch, max_num_batched_tokens=max(2048, batch), num_mini_batches=2, schedule="prefill-first",
         max_model_len=context + 64, enable_prefix_caching=False, s_threads=1 if cores > 1 else None,
-        r_threads=max(1, cores - 1), kv_cache_memory="64MiB" if part.quick else "auto",
+        r_threads=max(1, cores - 1), kv_cache_memory="64MiB" if part.quick else "auto", model_impl=model_impl,
     )  # fmt: skip
     rig = DecodeRig(config)
     try:
@@ -160,7 +169,8 @@ def planned(part: Part, folder: Path, context: int) -> None:
                "--output-json", str(out)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
-        part.add(f"plan --gpu here, {context} tokens", None, note=(done.stderr.strip().splitlines() or ["failed"])[-1])
+        note = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        part.add(f"plan --gpu here, {context} tokens", None, note=note, must_be="a figure")
         return
     plan = json.loads(out.read_text())
     out.unlink()

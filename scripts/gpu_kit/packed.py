@@ -45,8 +45,11 @@ def checkpoint(part: Part, kind: str) -> None:
         same = sum(one == other for pair in zip(found, wanted, strict=True) for one, other in zip(*pair, strict=True))
         line = next((line.partition(": ")[2] for line in said.lines if "packed" in line), "nothing was said")
         part.add(f"{kind}, bits of a weight in memory", round(bits, 2), "", line)
-        part.add(f"{kind}, packed against unpacked", round(same / sum(map(len, wanted)), 3), "of tokens are the same",
-                 "must be 1" if kind == "int4" else "the GPU's FP8 products round rows too")  # fmt: skip
+        note = "must be 1" if kind == "int4" else "the GPU's FP8 products round rows too"
+        share = round(same / sum(map(len, wanted)), 3)
+        part.add(
+            f"{kind}, packed against unpacked", share, "of tokens are the same", note, 1.0 if kind == "int4" else None
+        )
 
 
 def quantized(part: Part, kind: str) -> None:

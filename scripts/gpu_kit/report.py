@@ -28,7 +28,13 @@ class Ended:
         if not self.reason and self.rows:
             return list(self.rows)
         reason = self.reason or "it wrote no row"
-        return [*self.rows, {"name": "not finished", "value": None, "unit": "", "note": reason}]
+        return [*self.rows, {"name": "not finished", "value": None, "unit": "", "note": reason, "failed": True}]
+
+    @property
+    def failures(self) -> list[str]:
+        """The names of rows that failed, each with its reason."""
+        failed = [row for row in self.whole if row.get("failed")]
+        return [f"{row['name']} ({row['note'] if row['value'] is None else row['value']})" for row in failed]
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -42,12 +48,31 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 def write(folder: Path, machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> None:
     """Write both files, and delete pictures that would make the report too large to attach."""
-    data = {"machine": machine, "device": device, "quick": quick,
+    data = {"machine": machine, "device": device, "quick": quick, "failed": failed(parts),
             "parts": {part.letter: {"title": part.title, "seconds": round(part.seconds, 1), "rows": part.whole}
                       for part in parts}}  # fmt: skip
-    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(machine, device, quick, parts), encoding="utf-8")
+    put(folder / "report.json", json.dumps(data, indent=1) + "\n")
+    put(folder / "report.md", markdown(machine, device, quick, parts))
     trim(folder)
+
+
+def put(file: Path, text: str) -> None:
+    """Write a file at once, so that a run that is killed meanwhile leaves the whole file of before."""
+    new = file.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
+
+
+def why_not(folder: Path) -> str:
+    """Return why a report cannot be written to ``folder``, as that it has files of others; "" if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / "report.json").exists():
+            return "has other files: give a new or empty folder"
+        put(folder / "report.json", "{}\n")
+    except OSError as error:
+        return f"cannot be written to: {error.strerror}"
+    return ""
 
 
 def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> str:
@@ -58,6 +83,7 @@ def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[
         f"{machine['date']}, device {device}{', quick' if quick else ''}. {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB. Python {machine['python']}, {machine['system']}. {packages}.", "",
     ]  # fmt: skip
+    lines += [f"**Failed:** {'; '.join(failed(parts))}" if failed(parts) else "All parts finished, as they must.", ""]
     if device == "cpu":
         lines += ["The kit was tried on a CPU: no figure here says anything of a GPU.", ""]
     for part in parts:
@@ -65,6 +91,11 @@ def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[
         lines += [line_of(row) for row in part.whole]
         lines += ["", f"In {part.seconds:.0f} s.", ""]
     return "\n".join(lines)
+
+
+def failed(parts: Sequence[Ended]) -> list[str]:
+    """Return every failed row with its part's letter, on one line each."""
+    return [" ".join(f"{part.letter}: {each}".split()) for part in parts for each in part.failures]
 
 
 def line_of(row: dict[str, Any]) -> str:

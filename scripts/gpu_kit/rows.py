@@ -11,12 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report. ``value``: None if ``note`` gives a reason instead."""
+    """One line of the report. ``value``: None if ``note`` gives a reason instead. ``failed``: not as it must be."""
 
     name: str
     value: float | str | None
     unit: str = ""
     note: str = ""
+    failed: bool = False
 
 
 class Part:
@@ -28,9 +29,9 @@ class Part:
         self._file = file
         self._rows: list[Row] = []
 
-    def add(self, name: str, value: float | str | None, unit: str = "", note: str = "") -> None:
-        """Add a row, and write all rows."""
-        self._rows.append(Row(name, value, unit, note))
+    def add(self, name: str, value: float | str | None, unit: str = "", note: str = "", must_be: object = None) -> None:
+        """Add a row, and write all rows. ``must_be``: the only right value; the row failed if ``value`` differs."""
+        self._rows.append(Row(name, value, unit, note, must_be is not None and value != must_be))
         self._file.write_text(json.dumps([asdict(row) for row in self._rows], indent=1))
         print(f"  {name}: {'-' if value is None else value} {unit} {note}".rstrip(), flush=True)
 
@@ -39,7 +40,7 @@ class Part:
         try:
             return work()
         except Exception as error:
-            self.add(name, None, note=reason_of(error))
+            self.add(name, None, note=reason_of(error), must_be="a figure")
             return None
 
     @property

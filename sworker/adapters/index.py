@@ -195,11 +195,12 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 def _picks_the_same(indexer: Any, found: type) -> bool:
     """Return whether ``indexer``, as it is and turned into class ``found``, picks the same on random rows."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
-    places = torch.arange(PROOF_ROWS)
+    device = next(indexer.parameters()).device  # of a GPU, if the model was loaded there
+    places = torch.arange(PROOF_ROWS, device=device)
     seen = places <= places[:, None]
     try:
         vars(indexer).update({"index_topk": 5} if tokens else {"block_size": 4, "topk_blocks": 3})
-        arguments = [*_random_rows(indexer, tokens), seen[None] if tokens else None, places[None]]
+        arguments = [*_random_rows(indexer, tokens, device), seen[None] if tokens else None, places[None]]
         indices = indexer(*arguments)[0]
         indexer.__class__ = found
         rows = indexer(*arguments)
@@ -212,7 +213,7 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
     layer = Index(q.shape[1], k.shape[2], rows.scale, **rows.rule)
     wanted = indices if indices.ndim == 3 else indices[None]
     size = layer.pick_block or 1
-    mask = torch.zeros(len(wanted), PROOF_ROWS, PROOF_ROWS // size + 1, dtype=torch.bool)
+    mask = torch.zeros(len(wanted), PROOF_ROWS, PROOF_ROWS // size + 1, dtype=torch.bool, device=device)
     mask.scatter_(-1, wanted.long().remainder(mask.shape[-1]), True)
     return torch.equal(picked(q, k, layer), mask[..., :-1].repeat_interleave(size, -1) & seen)
 
@@ -223,7 +224,7 @@ def _dtype_of(linear: Any, other: torch.Tensor) -> torch.dtype:
     return dtype if dtype in DTYPE_NAME else other.dtype
 
 
-def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
+def _random_rows(indexer: Any, tokens: bool, device: torch.device) -> list[Any]:
     """Return random forward arguments: hidden states [1, rows, hidden], query input if ``tokens``, (cos, sin)."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
@@ -231,4 +232,7 @@ def _random_rows(indexer: Any, tokens: bool) -> list[Any]:
     dim = indexer.qk_rope_head_dim if tokens else indexer.head_dim
     *rows, angles = (torch.randn(1, PROOF_ROWS, size, generator=generator) for size in (*sizes, dim // 2))
     dtype, angles = _dtype_of(linears[0], next(indexer.parameters())), torch.cat((angles, angles), -1)
-    return [*(each.to(dtype) for each in rows), (angles.cos().to(dtype), angles.sin().to(dtype))]
+    return [
+        *(each.to(device, dtype) for each in rows),
+        tuple(each.to(device, dtype) for each in (angles.cos(), angles.sin())),
+    ]

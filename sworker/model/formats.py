@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +25,25 @@ Unpack = Callable[[Tensors, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed weight: its tensors' names in the files, by name within the layer, and the unpacking function."""
+    """One packed weight: its tensors' names in the files, by name within the layer, and the unpacking function.
+
+    ``axis``: the dimension of the tensors that runs along the weight's outputs; None if ``unpack`` takes stacked
+    experts. ``unit``: outputs that share an entry of some tensor along that dimension.
+    """
 
     unpack: Unpack
     names: dict[str, str]
+    axis: int | None = 0
+    unit: int = 1
 
     @property
     def is_linear(self) -> bool:
         """True if the weight belongs to one linear layer; False if it has several experts."""
         return "blocks" not in self.names
+
+    def joins(self, num_outputs: int) -> bool:
+        """Return whether tensors of several weights with ``num_outputs`` joined along ``axis`` are one such weight."""
+        return num_outputs % self.unit == 0 and not any(leaf.endswith("g_idx") for leaf in self.names)
 
 
 class Layouts:
@@ -46,20 +57,19 @@ class Layouts:
         """Return (name, layout) of the packed weight whose main tensor is ``name``; None for any other tensor."""
         stem, _, leaf = name.rpartition(".")
         if leaf == "qweight":
-            unpack_them = awq if self._settings.get("quant_method") == "awq" else self._gptq()
-            return f"{stem}.weight", self._layout(unpack_them, stem, ("qweight", "qzeros", "scales", "g_idx"))
+            return f"{stem}.weight", self._qweight(stem)
         if leaf == "weight_packed":
-            leaves = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-            return f"{stem}.weight", self._layout(self._packed_rows(), stem, leaves)
+            return f"{stem}.weight", self._packed_rows(stem)
         if name.endswith("_blocks") and f"{name[:-6]}scales" in self._places:
             plain = name.removesuffix("_blocks")
-            return plain, Layout(mxfp4, {"blocks": name, "scales": f"{plain}_scales"})
+            return plain, Layout(mxfp4, {"blocks": name, "scales": f"{plain}_scales"}, axis=None)
         scale = next((name + each for each in ("_scale_inv", "_scale") if name + each in self._places), None)
         if scale is None:
             return None
         zero = f"{name}_zero_point"
-        more = {"zeros": zero} if zero in self._places else {}
-        return name, Layout(self._scaled(), {"codes": name, "scales": scale} | more)
+        names = {"codes": name, "scales": scale} | ({"zeros": zero} if zero in self._places else {})
+        block = block_of(self._settings)
+        return name, Layout(partial(scaled, block=block), names, unit=block[0] if block else 1)
 
     def belongs(self, name: str) -> bool:
         """Return whether tensor ``name`` is a part of a packed weight, or a scale of activations or caches."""
@@ -68,23 +78,20 @@ class Layouts:
             return not name.endswith(".bias")
         return name.endswith(("_scale_inv", "_scale", "_scales", "_zero_point", "_g_idx"))
 
-    def _layout(self, unpack_them: Unpack, stem: str, leaves: tuple[str, ...]) -> Layout:
-        names = {leaf: f"{stem}.{leaf}" for leaf in leaves}
-        return Layout(unpack_them, {leaf: name for leaf, name in names.items() if name in self._places})
+    def _names(self, stem: str, leaves: tuple[str, ...]) -> dict[str, str]:
+        return {leaf: name for leaf in leaves if (name := f"{stem}.{leaf}") in self._places}
 
-    def _gptq(self) -> Unpack:
+    def _qweight(self, stem: str) -> Layout:
+        names = self._names(stem, ("qweight", "qzeros", "scales", "g_idx"))
+        if self._settings.get("quant_method") == "awq":
+            return Layout(awq, names, axis=1, unit=8)
         plus, bits = 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1, int(self._settings["bits"])
-        return lambda tensors, dtype: gptq(tensors, dtype, bits, plus)
+        return Layout(partial(gptq, bits=bits, plus=plus), names, axis=1, unit=32 // bits)
 
-    def _packed_rows(self) -> Unpack:
+    def _packed_rows(self, stem: str) -> Layout:
         bits = num_bits(self._settings)
-        return lambda tensors, dtype: packed_rows(tensors, dtype, bits)
-
-    def _scaled(self) -> Unpack:
-        block = tuple(self._settings.get("weight_block_size") or ())
-        return lambda tensors, dtype: unpack.scaled(
-            tensors["codes"], tensors["scales"], tensors.get("zeros"), block, dtype
-        )
+        leaves = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+        return Layout(partial(packed_rows, bits=bits), self._names(stem, leaves), unit=32 // bits)
 
 
 def awq(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
@@ -122,10 +129,15 @@ def packed_rows(tensors: Tensors, dtype: torch.dtype, bits: int) -> torch.Tensor
     return unpack.in_parts((rows, columns), 32, dtype, part, words.device)
 
 
+def scaled(tensors: Tensors, dtype: torch.dtype, block: tuple[int, ...]) -> torch.Tensor:
+    """Return the weight that ``tensors`` encode as FP8 or int8 numbers and scales."""
+    return unpack.scaled(tensors["codes"], tensors["scales"], tensors.get("zeros"), block, dtype)
+
+
 def mxfp4(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """Return the weights of all experts of a layer, which ``tensors`` encode as MXFP4 blocks."""
     blocks = tensors["blocks"]
-    rows = unpack.PART_ELEMENTS // (2 * blocks.shape[-1])
+    rows = unpack.part_elements(blocks.device) // (2 * blocks.shape[-1])
     made: torch.Tensor = convert_moe_packed_tensors(blocks, tensors["scales"], dtype=dtype, rows_per_chunk=rows)
     return made
 
@@ -137,6 +149,16 @@ def num_bits(settings: Mapping[str, Any]) -> int:
     if len(bits) != 1 or not bits <= {4, 8}:
         raise ModelLoadError(f"compressed-tensors with weights of {sorted(bits)} bits: 4 or 8 for all are unpacked")
     return bits.pop()
+
+
+def block_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the outputs and inputs that share a scale; () if scales are per weight, output or group."""
+    groups = (settings.get("config_groups") or {}).values()
+    given = {tuple(group["weights"].get("block_structure") or ()) for group in groups if group.get("weights")}
+    blocks = {tuple(settings.get("weight_block_size") or ())} | given
+    if len(blocks - {()}) > 1:
+        raise ModelLoadError(f"scales per block of {sorted(blocks - {()})}: one size for all weights is unpacked")
+    return max(blocks)
 
 
 def check(settings: Mapping[str, Any]) -> None:

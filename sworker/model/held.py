@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fastdecode.sworker.model.checkpoints import packed_files
-from fastdecode.sworker.model.kept import KeptLinear
 from fastdecode.sworker.model.packed_weight import FileMaps
 
 
@@ -66,13 +65,20 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def bits_of(model: torch.nn.Module) -> float:
     """Return the average bits per weight of the model's layers, with scales; 0.0 if no weight is packed."""
     kept = [(name, each) for name, each in model.named_modules() if _holds_packed(each)]
-    sizes = [each.in_features * each.out_features for _, each in kept]
+    sizes = [num_weights(each) for _, each in kept]
     bytes_of = [sum(part.numel() * part.element_size() for _, part in _own_tensors(each)) for _, each in kept]
     return 8.0 * sum(bytes_of) / sum(sizes) if kept else 0.0
 
 
+def num_weights(module: Any) -> int:
+    """Return the number of weights of a layer that keeps them packed."""
+    if experts := vars(module).get("kept_experts"):
+        return int(experts.num_weights)
+    return int(module.in_features * module.out_features)
+
+
 def _holds_packed(module: Any) -> bool:
-    if isinstance(module, KeptLinear):
+    if "kept_experts" in vars(module):
         return True
     weight = getattr(module, "_parameters", {}).get("weight")
     has_sizes = hasattr(module, "in_features") and hasattr(module, "out_features")

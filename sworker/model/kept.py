@@ -1,12 +1,13 @@
-"""Linear layers that keep their weight packed, as a checkpoint has it, and unpack it whenever they compute.
+"""Layers that keep their weights packed, as a checkpoint has them, and unpack them whenever they compute.
 
-They need no package of the format's own and run on every device; a format's own kernels are faster. Such a layer has
-no attribute ``weight``: code that would read it fails instead of reading packed numbers as a weight.
+They need no package of the format's own and run on every device; a format's own kernels are faster. Such a linear layer
+has no attribute ``weight``: code that would read it fails instead of reading packed numbers as a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fastdecode.sworker.model.checkpoints import Packed, Weight
 from fastdecode.sworker.model.formats import Layout
-from fastdecode.sworker.model.prepack import multiplies_alone
+from fastdecode.sworker.model.kept_experts import ExpertPart, KeptExperts
+from fastdecode.sworker.model.packed_places import PackedPlaces, places_of
 
 NAME = "fastdecode_kept"
 """The name of this quantizer within transformers."""
@@ -57,9 +59,9 @@ class KeptLinear(torch.nn.Module):
 class KeptConfig(QuantizationConfigMixin):
     """Names the layers that keep their weights packed, for transformers' loading."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, places: PackedPlaces) -> None:
         self.quant_method = NAME
-        self.packed = packed
+        self.packed, self.places = packed, places
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptConfig:
         """Return this object itself, since its open files cannot be copied."""
@@ -77,12 +79,16 @@ class KeptQuantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **_: Any) -> None:
-        packed = self.quantization_config.packed
-        for name, layout in packed.layouts.items():
-            parent, _, own = name.removesuffix(".weight").rpartition(".")
-            owner = model.get_submodule(parent)
-            tensors = {leaf: packed.files.read(each) for leaf, each in _leaves(layout).items()}
-            setattr(owner, own, KeptLinear(getattr(owner, own), layout, tensors))
+        config: KeptConfig = self.quantization_config
+        for owner, name in config.places.linears.items():
+            parent, _, own = owner.rpartition(".")
+            layout = config.packed.layouts[name]
+            tensors = {leaf: config.packed.files.read(each) for leaf, each in _leaves(layout).items()}
+            linear = getattr(model.get_submodule(parent), own)
+            setattr(model.get_submodule(parent), own, KeptLinear(linear, layout, tensors))
+        for owner, parameters in config.places.experts.items():
+            module = model.get_submodule(owner)
+            KeptExperts(module, {own: _parts(config.packed, module, own, names) for own, names in parameters.items()})
 
     @property
     def is_trainable(self) -> bool:
@@ -94,25 +100,62 @@ class KeptQuantizer(HfQuantizer):
         return False
 
 
-def kept_weights(packed: Packed) -> dict[str, Weight]:
-    """Return all tensors of a checkpoint, by their names in the model with ``KeptLinear`` layers."""
+def kept_weights(packed: Packed, places: PackedPlaces) -> dict[str, Weight]:
+    """Return all tensors of a checkpoint, by their names in the model with layers that keep weights packed."""
     found = packed.plain()
-    for name, layout in packed.layouts.items():
-        stem = name.removesuffix(".weight")
-        for leaf, each in _leaves(layout).items():
-            found[f"{stem}.{PREFIX}{leaf}"] = Weight(lambda each=each: packed.copied(each))  # type: ignore[misc]
+    for owner, name in places.linears.items():
+        for leaf, each in _leaves(packed.layouts[name]).items():
+            found[f"{owner}.{PREFIX}{leaf}"] = Weight(partial(packed.copied, each))
+    for owner, parameters in places.experts.items():
+        for own, parts in parameters.items():
+            for number, names in enumerate(parts):
+                for leaf in _leaves(packed.layouts[names[0]]):
+                    stacked = partial(_stacked, packed, names, leaf)
+                    found[f"{owner}.{_prefix(own, number)}{leaf}"] = Weight(stacked)
     return found
 
 
-def why_not_kept(packed: Packed, model: torch.nn.Module) -> str:
-    """Return the reason why ``model`` cannot keep a checkpoint's weights packed; "" if it can."""
-    modules = dict(model.named_modules())
-    for name, layout in packed.layouts.items():
-        module = modules.get(name.removesuffix(".weight"))
-        kind: Any = type(module)
-        if not layout.is_linear or not isinstance(module, torch.nn.Linear) or not multiplies_alone(kind):
-            return f"{name} is no plain linear layer's (experts, or a layer that the model names otherwise)"
-    return ""
+def places_in(packed: Packed, model: torch.nn.Module) -> PackedPlaces:
+    """Return the places in ``model`` of a checkpoint's packed weights."""
+    return places_of(packed.layouts, model)
+
+
+def why_not_kept(packed: Packed, places: PackedPlaces) -> str:
+    """Return the reason why the model cannot keep a checkpoint's weights packed; "" if it can."""
+    for parameters in places.experts.values():
+        for parts in parameters.values():
+            for names in parts:
+                leaves = [packed.layouts[name].names.keys() for name in names]
+                if any(each != leaves[0] for each in leaves):
+                    return f"{names[0]} is packed in other tensors than other experts' weights"
+    return places.reason
+
+
+def _parts(packed: Packed, module: Any, own: str, parts: list[list[str]]) -> list[ExpertPart]:
+    """Register buffers without memory for the packed tensors of parameter ``own``; return its parts."""
+    made = []
+    _, rows, columns = module._parameters[own].shape
+    for number, names in enumerate(parts):
+        layout, prefix = packed.layouts[names[0]], _prefix(own, number)
+        for leaf, each in _leaves(layout).items():
+            tensor = packed.files.read(each)
+            shape = tensor.shape if len(names) == 1 else (len(names), *tensor.shape)
+            module.register_buffer(prefix + leaf, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        made.append(ExpertPart(module, layout, prefix, (rows // len(parts), columns)))
+    return made
+
+
+def _stacked(packed: Packed, names: list[str], leaf: str) -> torch.Tensor:
+    """Return one packed tensor of all experts, [experts, …]."""
+    places = [packed.layouts[name].names[leaf] for name in names]
+    if len(places) == 1:
+        return packed.copied(places[0])
+    return torch.stack([packed.copied(place) for place in places])
+
+
+def _prefix(own: str, number: int) -> str:
+    """Return the prefix of the buffers with part ``number`` of the experts' parameter ``own``."""
+    return f"{PREFIX}{own}_{number}_"
 
 
 def _leaves(layout: Layout) -> dict[str, str]:

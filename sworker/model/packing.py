@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from transformers.integrations.hub_kernels import lazy_load_kernel
+from transformers.integrations.hub_kernels import get_kernel, lazy_load_kernel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError, ModelLoadError
+from fastdecode.core.optional import optional
 from fastdecode.sworker.model import checkpoints
 from fastdecode.sworker.model.held import weight_bytes
-from fastdecode.sworker.model.kept import KeptConfig, kept_weights, why_not_kept
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
         return Packing("theirs", method, "only its own package reads it")
     if reason:
         return Packing("unpacked", method, reason)
-    if not (missing := why_not_theirs(settings, device)):
+    if not (missing := _packs_experts(method, hf_config) or why_not_theirs(settings, device)):
         return Packing("theirs", method, "transformers' own quantizer runs here")
     if asked == "int8":
         return Packing("ours", method, "linear layers multiply its int8: this CPU multiplies plain weights")
@@ -105,6 +105,23 @@ def _must_be_plain(config: EngineConfig, settings: Mapping[str, Any], method: st
     return ""
 
 
+def _packs_experts(method: str, hf_config: Any) -> str:
+    """Return why a format's package cannot hold this model's experts; "" if it can, or if there are none."""
+    config = hf_config.get_text_config()
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if method not in ("awq", "gptq") or not any(isinstance(count, int) and count > 1 for count in counts):
+        return ""
+    return f"gptqmodel replaces linear layers in {method}, and transformers stacks experts into others"
+
+
+def fetch_kernels(method: str, device: torch.device) -> None:
+    """Fetch the kernels that transformers would fetch for ``method``, so that loading does not fail later."""
+    if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
+        raise FileNotFoundError("finegrained-fp8")
+    if method == "mxfp4":
+        get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
+
+
 def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
     """Return why transformers' quantizer does not keep these weights packed on ``device``; "" if it does."""
     method = str(settings.get("quant_method", ""))
@@ -116,8 +133,10 @@ def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
     needed = ("accelerate", *needs.get(method, ()))
     if absent := [name for name in needed if find_spec(name) is None]:
         return f"its kernels need {' and '.join(absent)}: pip install {' '.join(absent)}"
-    if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
-        return "transformers cannot fetch its kernels from the hub"
+    try:
+        fetch_kernels(method, device)
+    except Exception as error:  # whatever the hub's client raises on this host
+        return f"transformers cannot fetch its kernels from the hub ({type(error).__name__})"
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device})
@@ -149,10 +168,17 @@ def arguments(
     if packed is None:
         raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
     model = skeleton()
-    if packing.how == "ours" and (reason := why_not_kept(packed, model)):
-        packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
     if packing.how == "ours":
-        return packing, {"state_dict": kept_weights(packed), "quantization_config": KeptConfig(packed)}, type(model)
+        kept = optional("kept weights")
+        places = kept.places_in(packed, model)
+        reason = kept.why_not_kept(packed, places)
+        if config.quantization == "int8" and places.experts:
+            reason = reason or "experts' int8 products make codes of plain weights"
+        if reason:
+            packing = Packing("unpacked", packing.method, f"{reason}; {packing.why.partition(': ')[2]}")
+    if packing.how == "ours":
+        state = kept.kept_weights(packed, places)
+        return packing, {"state_dict": state, "quantization_config": kept.KeptConfig(packed, places)}, type(model)
     name = str(dtype).removeprefix("torch.")
     logger.warning(
         "%s: %d weights in %s are unpacked to %s: %s",

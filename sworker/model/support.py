@@ -99,14 +99,14 @@ def varying_layers(model: torch.nn.Module) -> list[str]:
             continue
         key = type(module), weight.shape, "forward" in vars(module)
         if key not in tried:
-            tried[key] = _varies(module, weight.shape[isinstance(module, torch.nn.Linear)], weight.dtype)
+            tried[key] = _varies(module, weight.shape[isinstance(module, torch.nn.Linear)], weight)
         if tried[key]:
             found[re.sub(r"\b[0-9]+\b", "*", name)] = None
     return list(found)
 
 
-def _varies(module: torch.nn.Module, width: int, dtype: torch.dtype) -> bool:
-    rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(dtype)
+def _varies(module: torch.nn.Module, width: int, weight: torch.Tensor) -> bool:
+    rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(weight.device, weight.dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
     except Exception:  # this layer is no product of rows

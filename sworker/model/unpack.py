@@ -14,6 +14,11 @@ PART_ELEMENTS = 1 << 18
 """Elements of a weight that are unpacked at a time; each takes some 16 bytes of temporary memory."""
 
 
+def part_elements(device: torch.device | None) -> int:
+    """Return the elements of a weight to unpack at a time on ``device``: more on a GPU, where launches take time."""
+    return PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS
+
+
 def in_parts(
     shape: tuple[int, int],
     unit: int,
@@ -26,8 +31,7 @@ def in_parts(
     Each ``begin`` is a multiple of ``unit``.
     """
     whole = torch.empty(shape, dtype=dtype, device=device)
-    elements = PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS  # a launch on a GPU costs more
-    step = max(1, elements // (unit * shape[1])) * unit
+    step = max(1, part_elements(device) // (unit * shape[1])) * unit
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
         whole[begin:end] = part(begin, end)

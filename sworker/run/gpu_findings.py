@@ -10,7 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class GpuState:
-    """The GPU that torch finds. ``name``: "" without a GPU. ``pinned_error``: "" if pinned memory works."""
+    """The GPU that torch finds. ``name``: "" without a GPU; then ``no_gpu`` is torch's reason.
+
+    ``pinned_error``: "" if pinned memory works.
+    """
 
     torch_version: str
     cuda_version: str
@@ -19,16 +22,26 @@ class GpuState:
     total_bytes: int = 0
     pinned_error: str = ""
     missing: tuple[str, ...] = ()
+    no_gpu: str = ""
 
 
 def gpu_state() -> GpuState:
     """Return the GPU that torch finds, and the packages for GPUs that are not installed."""
     version, cuda = torch.__version__, torch.version.cuda or torch.version.hip or ""
     if not torch.cuda.is_available():
-        return GpuState(version, cuda)
+        return GpuState(version, cuda, no_gpu=_why_no_gpu())
     free, total = torch.cuda.mem_get_info()
     missing = tuple(name for name in ("triton", "torchao") if find_spec(name) is None)
     return GpuState(version, cuda, torch.cuda.get_device_name(), free, total, _pinned_error(), missing)
+
+
+def _why_no_gpu() -> str:
+    """Return the first sentence of torch's error, as that the driver is too old; "" if torch has none."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).splitlines() or [""])[0].partition(". ")[0].rstrip(".")
+    return ""
 
 
 def _pinned_error() -> str:

@@ -9,7 +9,7 @@ from doubles.graph_recorder import FakeRecorder
 from fastdecode.sworker.model import transformers_code
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.support import probe_layers
-from fastdecode.sworker.run import s_worker
+from fastdecode.sworker.run import cuda_graphs, s_worker
 from fastdecode.sworker.run.cuda_graphs import ModelGraphs
 
 
@@ -32,7 +32,7 @@ def fake_recorders(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
         return ModelGraphs(code, recorder, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(s_worker, "make_recorder", lambda device: made.append(FakeRecorder(0)) or made[-1])
-    monkeypatch.setattr(s_worker, "ModelGraphs", make)
+    monkeypatch.setattr(cuda_graphs, "ModelGraphs", make)
     for name in ("PackedLinears", "FusedRows"):
         monkeypatch.setattr(transformers_code, name, Unreplaced)
     return made

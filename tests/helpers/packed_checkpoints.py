@@ -156,4 +156,8 @@ def saved(kind: str, folder: Path, model_type: str = "", form: Format | None = N
 def _is_packed(kind: str, name: str, tensor: torch.Tensor) -> bool:
     if kind == "mxfp4":
         return name.endswith(("gate_up_proj", "down_proj"))
-    return name.endswith("proj.weight") and tensor.ndim == 2 and (kind == "fp8" or tensor.shape[1] % GROUP == 0)
+    return (
+        name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+        and tensor.ndim == 2
+        and (kind == "fp8" or tensor.shape[1] % GROUP == 0)
+    )

@@ -1,4 +1,4 @@
-"""The printed assumptions of a plan: figures with their sources, and what a model costs machines."""
+"""The printed assumptions of a plan: figures of machines with their sources, and costs of the model's tokens."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             _time_batches(llm, args, latencies)
         except KeyboardInterrupt as stop:
             interrupted = stop
-        if latencies:  # before the engine closes, which fails if its trace cannot be written
+        if latencies:  # first: closing the engine fails if its trace is not writable
             report = latency_report(latencies)
             print(*latency_lines(report), sep="\n", flush=True)
             write_json(report, args.output_json)

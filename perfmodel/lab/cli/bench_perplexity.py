@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line."""
+    """Measure and print the perplexity of a text."""
     check_output_files(args.output_json)
     config = engine_config(args)
     if args.window < 2:

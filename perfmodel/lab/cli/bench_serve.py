@@ -144,7 +144,7 @@ def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict
 def _items(
     args: argparse.Namespace, spec: WorkloadSpec, ramp_up: RampUp | None, target: Target, model: dict[str, Any]
 ) -> list[WorkItem]:
-    """Return the requests. At a single rate, the last arrives after exactly their number over the rate, as in vLLM."""
+    """Return the requests. Without a ramp-up, the last arrives after ``len(items) / request_rate`` s, as in vLLM."""
     tokenizer = load_tokenizer(args.tokenizer or args.model or model.get("root") or model["id"])
     # Assumed longest context if the server does not report it
     unbounded_tokens = 1 << 60
@@ -210,7 +210,7 @@ def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -
 
 
 def _result_file(args: argparse.Namespace, model: str) -> str | None:
-    """Return the file to save, with vLLM's name. Raise ConfigError if it cannot be written."""
+    """Return the path of the results, by default named as vLLM does; raise ConfigError if it is not writable."""
     if not args.save_result:
         return None
     folder = Path(args.result_dir)

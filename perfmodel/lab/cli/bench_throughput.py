@@ -55,7 +55,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the workload and print its figures; after Ctrl-C, those of the finished part."""
-    if args.enable_prefix_caching is None:  # vLLM's rule: random prompts share only what they are told to
+    if args.enable_prefix_caching is None:  # as in vLLM: off for random prompts
         args.enable_prefix_caching = args.dataset_name != "random"
     check_bench_flags(args)
     config = engine_config(args)
@@ -114,7 +114,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     finally:
         try:
             engine.close()
-        except OSError as unwritten:  # of the trace; the figures must not be lost with it
+        except OSError as unwritten:  # the trace; the figures are still reported
             interrupted = interrupted or unwritten
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:

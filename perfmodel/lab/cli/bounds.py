@@ -52,7 +52,7 @@ def check_simulated_time(
     num_r_workers: int,
     runs: int = 1,
 ) -> None:
-    """Raise ConfigError, with the number that fits, if ``runs`` of these requests would take over a minute."""
+    """Raise ConfigError, with the number that fits, if ``runs`` simulations of these requests take over a minute."""
     count = len(output_lens)
     if not count:
         return
@@ -66,7 +66,7 @@ def check_simulated_time(
     most_seconds = 60.0
     if seconds <= most_seconds:
         return
-    # Steps for which a run with few R-workers has time
+    # A run of fewer steps than this is fast enough with few R-workers
     many_steps = 20_000
     if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
         most = int(num_r_workers * most_seconds / seconds)

@@ -97,7 +97,7 @@ def without_prefill_workers(config: EngineConfig) -> EngineConfig:
 
 
 def check_own_ranks(num_ranks: int) -> None:
-    """Raise ConfigError if a launcher started ranks, since measuring starts them itself, more than once."""
+    """Raise ConfigError if a launcher started the ranks, since ``calibrate`` starts and ends ranks several times."""
     from fastdecode.tensor_parallel.rank_place import find_place
 
     if num_ranks > 1 and find_place(num_ranks):
@@ -116,7 +116,7 @@ def _with_ranks(
 
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
-    """Return the profile with the rates of prefill workers, and the table of best parts by length."""
+    """Return the profile with the rates of prefill workers, and a table of the best parts by prompt length."""
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import (
         PrefillCalibration,
         calibrate_prefill,

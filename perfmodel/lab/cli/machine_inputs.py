@@ -145,7 +145,7 @@ def _named_planner(
 
 
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
-    """Say what machines a plan rests on, and what each layer waits for."""
+    """Return lines about the machines that a plan assumes, and about what each layer waits for."""
     read = gpu.kv_bytes_per_second.achieved / 1e9
     alone = (
         f"GPU alone: reads weights and cache at {read:,.4g} GB/s, the roofline, which is kinder to it than any server"
@@ -222,7 +222,7 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
 
 
 def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
-    """Return states on the GPUs of ``group``, in the memory that weights leave, at its rate."""
+    """Return the cost of states on the GPUs of ``group``, in the memory beside the weights, at the rate of KV reads."""
     if shape.own_states is None:
         return None
     memory = asked_state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
@@ -232,9 +232,9 @@ def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: Ra
 def _profiled_states(
     args: argparse.Namespace, shape: ModelShape, profile: HardwareProfile, kv_dtype: str
 ) -> StatesHere | None:
-    """Return states that the S-worker advances at the measured rate of local R-workers.
+    """Return the cost of states on the S-worker, at the rate measured on local R-workers.
 
-    Profiles do not have its memory.
+    Without ``--state-memory`` their number is unlimited, since profiles do not have the S-worker's memory.
     """
     if shape.own_states is None:
         return None
@@ -244,7 +244,7 @@ def _profiled_states(
 
 
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
-    """Return the S-part measured with ranks; without a measurement an even part of one rank's, plus collectives."""
+    """Return the S-part measured with these ranks; if unmeasured, one rank's divided by the ranks, plus collectives."""
     num_ranks = args.tensor_parallel_size
     if num_ranks in {1, *profile.measured_rank_counts}:
         return profile.measured_s_part(shape=shape, num_ranks=num_ranks)

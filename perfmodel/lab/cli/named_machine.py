@@ -20,9 +20,9 @@ HERE_WORD = "here"
 
 @dataclass(frozen=True)
 class NamedMachine:
-    """``link_bytes_per_second``: of the network; None if R-workers are on the GPU's host.
+    """A GPU and a host of R-workers. ``link_bytes_per_second``: of the network; None if the GPU is in that host.
 
-    ``contention``: of an S-worker and R-workers on the same cores.
+    ``contention``: how much S-worker and R-workers slow each other down on shared cores.
     """
 
     gpu: Gpu
@@ -37,7 +37,7 @@ class NamedMachine:
 
     @property
     def trip_latency_seconds(self) -> float:
-        """Seconds of a layer's round trip to R-workers independent of its size, as measured with this engine."""
+        """Seconds of a layer's round trip to R-workers, whatever its bytes, as measured with this engine."""
         if self.contention != NO_CONTENTION:
             return 0.0
         # Seconds of a layer's round trip with 64 KB: between processes of a host, and by MPI (docs/performance.md)
@@ -45,13 +45,13 @@ class NamedMachine:
         return host_trip_seconds if self.link_bytes_per_second is None else network_trip_seconds
 
     def waits(self, overlapped: bool) -> str:
-        """Return what a layer waits for besides the work of both sides."""
+        """Return what a layer waits for besides the work of S-worker and R-workers."""
         trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
         hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
         return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
 
     def at_home(self, planner: Planner) -> Planner:
-        """Return the planner of one host with the GPU, whose R-workers are the only ones."""
+        """Return ``planner`` limited to the R-workers of the GPU's own host; unchanged if they are on other hosts."""
         if self.link_bytes_per_second is not None:
             return planner
         number = planner.num_r_workers or max(1, self.host.r_workers_per_host // planner.num_ranks)
@@ -73,7 +73,7 @@ class NamedMachine:
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self, args: argparse.Namespace) -> tuple[str, ...]:
-        """Return the prices that count: as given, or with their sources and dates. A given GPU's price is no USD."""
+        """Return the given prices; without ``--gpu-price``, list prices with source and date for the others."""
         given = ((self.gpu, args.gpu_price, "--gpu-price"), (self.host, args.cpu_price, "--cpu-price"))
         listed = args.gpu_price is None
         prices = (
@@ -95,7 +95,7 @@ def named_machine(args: argparse.Namespace) -> NamedMachine:
 
 
 def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
-    """Raise ConfigError if a GPU is to multiply int8: there, packed weights are ``--weights``."""
+    """Raise ConfigError for ``--quantization`` with a GPU, whose packed weights are set by ``--weights``."""
     if args.quantization and is_gpu:
         raise ConfigError(
             "quantization: int8 is multiplied on CPUs: give --gpu here --cpu here on a machine without a GPU, or "
@@ -104,7 +104,7 @@ def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
-    """Return the host of ``--cpu`` with the requested R-workers; if it holds the GPUs, each rank has a part of it."""
+    """Return the host of ``--cpu`` with the requested R-workers; each rank has a part of a host with GPUs."""
     host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
     at_home = _link(args.link, host) is None
     number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host
@@ -117,7 +117,7 @@ def one_gpu_or_cpu(words: str, multiplies_int8: bool) -> Gpu:
 
 
 def one_gpu(words: str) -> Gpu:
-    """Return the GPU of a preset's name, of numbers, or of this machine. Raise ConfigError if it has none."""
+    """Return the GPU of a preset's name, of numbers, or of this machine. Raise ConfigError if this machine has none."""
     gpu, is_gpu = _gpu(words, False)
     if not is_gpu:
         raise ConfigError("gpu: there is no GPU here; name one, or give numbers")

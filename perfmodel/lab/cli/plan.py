@@ -87,7 +87,7 @@ def _add_workload_flags(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or what ``--emit`` asks for; write its figures, and draw it."""
+    """Print the plan, or the files of ``--emit``; write the plan's figures, and draw the plan."""
     if args.list_models:
         print("\n".join(model_lines()))
         return 0

@@ -19,9 +19,9 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """A plan and its comparison. ``found``: figures of the plan's features, by variant name.
+    """A plan compared with the GPU alone. ``found``: figures of the plan's features, by variant name.
 
-    ``unlimited``: the plan without limits on users' times; None if they cost nothing.
+    ``unlimited``: the plan without limits on users' times; None if the limits cost no throughput.
     """
 
     case: PlanCase
@@ -32,7 +32,7 @@ class PlanAnswer:
 
     @property
     def service(self) -> Service:
-        """FastDecode as its users see it. With prefill workers, their time to first token counts."""
+        """FastDecode as its users see it, with the time to first token of prefill workers, if the plan has some."""
         plan, prefill = self.case.plan, self.found.get("prefill")
         first = plan.ttft_seconds if prefill is None else prefill.ttft_seconds or math.inf
         price = self.prices.per_million_tokens(plan.num_hosts, plan.output_tokens_per_second)
@@ -61,7 +61,7 @@ class PlanAnswer:
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
-    """Plan as the flags ask, and compare. Raise PlanError if there is no plan."""
+    """Plan as the flags ask, and compare with the GPU alone. Raise PlanError if there is no plan."""
     check_runs(args.model)
     args = with_enough_gpus(args)
     case, found = examine(PlanCase.of(args))
@@ -76,7 +76,7 @@ def answer_of(args: argparse.Namespace) -> PlanAnswer:
 
 
 def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
-    """Return the plan without limits on users' times, if it differs."""
+    """Return the plan without limits on users' times, if it has over 1 % more tokens per second."""
     if args.mini_batch_size is not None or args.latency_limit is not None:
         return None
     try:
@@ -87,7 +87,7 @@ def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
 
 
 def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
-    """Return the object of ``--output-json`` without features; undetermined figures are null."""
+    """Return the object of ``--output-json`` without the figures of features; undetermined figures are null."""
     case, alone = answer.case, answer.alone
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = {**asdict(alone), **service_figures(answer.alone_service)} if alone else unknown

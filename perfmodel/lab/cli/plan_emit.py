@@ -27,7 +27,7 @@ FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
     """Return the plan in the requested format. ``found``: figures of its features, by variant name.
 
-    Each prefill worker has its own host, so all ranks need a key.
+    With prefill workers, which have hosts of their own, all processes of the job need a key file.
     """
     args = case.args
     num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
@@ -57,7 +57,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """Raise ConfigError for what the format cannot start."""
+    """Raise ConfigError for ranks, or prefill workers that the format of ``--emit`` cannot start."""
     if args.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
@@ -65,7 +65,7 @@ def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
 
 
 def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
-    """Return the pods' plan. It sets no limit of the KV load, which is measured as the pool grows and shrinks."""
+    """Return the plan of the pods. The KV load has no fixed limit, since the number of R-workers may change."""
     args, memory = case.args, _kv_cache_memory(case)
     flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
     return PodPlan(
@@ -84,7 +84,7 @@ def _r_cores(args: argparse.Namespace) -> int | None:
 
 
 def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the S-worker's flags with values: those that the inputs fix, without the model, and the plan's own."""
+    """Return the S-worker's flags, except the model's, with the values of the plan, its features and its inputs."""
     plan, dtype = case.plan, case.args.kv_cache_dtype
     figures = {
         "--schedule": "sls",

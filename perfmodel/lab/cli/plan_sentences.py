@@ -32,13 +32,13 @@ def sentences(answer: PlanAnswer) -> Iterator[str]:
 
 
 def asked_limits(case: PlanCase) -> str:
-    """Return the limits on users' times in words, and whose they are."""
+    """Return the limits on users' times in words, and whether they are the default."""
     default = case.args.tpot is None and math.isfinite(case.limits.tpot_seconds)
     return f"{case.limits}{' (the default of --tpot)' if default else ''}"
 
 
 def _fewer_alone(answer: PlanAnswer) -> str:
-    """Return the GPUs that hold packed weights, where that is fewer because the S-worker unpacks them."""
+    """Say how many GPUs hold the weights packed, if the S-worker needs more because it unpacks them."""
     server, shape = answer.case.inputs.server, answer.case.inputs.shape
     if not server or not shape or not server.shape.weight_bits or shape.weight_bits:
         return ""
@@ -97,7 +97,7 @@ def _alone_row(row: RankPlan) -> str:
 
 
 def _cost(answer: PlanAnswer) -> str:
-    """Return the price of a million tokens either way."""
+    """Return the price of a million output tokens with FastDecode, and with the GPU alone."""
     own, alone = answer.service.price_per_million_tokens, answer.alone_service
     other = alone.price_per_million_tokens if alone else None
     if own is None and other is None:
@@ -118,7 +118,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _owned(answer: PlanAnswer, unit: str) -> str:
-    """Return FastDecode's price with hosts that cost nothing, unless the given price of hosts counts."""
+    """Return FastDecode's price with hosts that cost nothing; "" if ``--cpu-price`` is given or only the GPU's host."""
     prices, service = answer.prices, answer.service
     given = answer.case.planner.prices.cpu_host_per_hour
     if answer.case.inputs.one_host or given is not None or prices.gpu_per_hour is None:

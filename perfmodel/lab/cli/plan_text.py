@@ -1,4 +1,4 @@
-"""The printed answer of ``fastdecode plan``: the verdict, both ways side by side, the plan, and its assumptions."""
+"""The printed answer of ``fastdecode plan``: verdict, FastDecode beside the GPU alone, plan, and assumptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_text(answer: PlanAnswer) -> str:
 
 
 def _side_by_side(answer: PlanAnswer) -> Iterator[str]:
-    """Yield a table of both ways: figures of all users, and of each."""
+    """Yield a table of FastDecode beside the GPU alone: figures of all users, and of each user."""
     ways: list[tuple[str, Service | None]] = [("FastDecode", answer.service)]
     if answer.alone:
         ranks = answer.case.plan.tensor_parallel_size
@@ -120,7 +120,7 @@ def _figures(case: PlanCase) -> Iterator[Line]:
 
 
 def _bottleneck(plan: Plan) -> str:
-    """Return the bottleneck, and what the rest of a step is if its side is not always busy."""
+    """Return the bottleneck, and the part of a step in which its side is not busy."""
     busy = {"s-worker": plan.s_busy, "r-workers": plan.r_busy}.get(plan.bottleneck)
     if busy is None or busy > 0.95:
         return plan.bottleneck

@@ -134,10 +134,10 @@ def of_read_rows(
     scan: RPart | None = None,
     state: tuple[float, float] | None = None,
 ) -> RPart:
-    """Return a measured ``r_part`` with only the tokens that windows or an index leave to read.
+    """Return a measured ``r_part``, reduced to the tokens that windows or an index leave to read.
 
-    ``scan``: of the index, in layers with their own. ``state``: seconds of a recurrent layer's call and of a sequence's
-    state.
+    ``scan``: the times to scan an index. ``state``: the seconds of a recurrent layer's call, and of one sequence's
+    state in that call.
     """
     if shape is None:
         return r_part

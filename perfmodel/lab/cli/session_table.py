@@ -21,7 +21,7 @@ CONTEXTS = (8192, 32768, 131072, 262144)
 
 @dataclass(frozen=True)
 class Cell:
-    """Time per token of one way to serve sessions.
+    """One way to serve sessions: its time per token, and its throughput if the sessions take turns.
 
     ``milliseconds``: per token of each session, where memory holds all sessions at once; None where it does not.
     ``in_turns``: tokens/s of as many sessions as memory holds, while the others wait; 0 where no session fits.
@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """``sessions`` sessions of ``context`` cached tokens by each way. ``beyond``: the model's context is shorter."""
+    """Each way to serve ``sessions`` sessions of ``context`` cached tokens. ``beyond``: the model has a lower limit."""
 
     context: int
     sessions: int
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SessionTable:
-    """The table, and in ``memory`` two lines about the memory of both sides."""
+    """The rows of the table. ``memory``: a line about the GPU's memory, and one about a host's."""
 
     rows: tuple[Row, ...]
     memory: str
@@ -54,7 +54,7 @@ class SessionTable:
 def session_table(args: argparse.Namespace) -> SessionTable:
     """Return the table, by context and sessions. Raise ConfigError without a GPU, PlanError if nothing can be planned.
 
-    No PlanError depends on the context: the weights are too large, or an R-worker's memory.
+    A PlanError holds for every context: the GPU's memory, or an R-worker's, is too small for the weights.
     """
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0

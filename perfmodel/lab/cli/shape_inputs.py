@@ -28,7 +28,7 @@ def named_shape(name: str) -> ModelShape:
 def asked_shape(args: argparse.Namespace) -> ModelShape:
     """Return the shape of ``--model`` with the S-worker's weights.
 
-    The flags give the dtype of states and the place of absorption.
+    The flags also set the dtype of states, and whether R-workers absorb latents.
     """
     dtype = args.mamba_ssm_cache_dtype
     shape = replace(named_shape(args.model), weight_bits=_kept_bits(args), multiplies_int8=bool(args.quantization))
@@ -41,7 +41,7 @@ def asked_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def file_bits(args: argparse.Namespace) -> float:
-    """Return the bits of a layer's weight in the checkpoint; 0 for those of the model's dtype."""
+    """Return the bits per weight of a layer in the checkpoint; 0 if weights have the model's dtype."""
     if args.quantization:
         return FORMATS[args.quantization]
     if args.weights:
@@ -50,7 +50,7 @@ def file_bits(args: argparse.Namespace) -> float:
 
 
 def _kept_bits(args: argparse.Namespace) -> float:
-    """Return the bits of a layer's weight as the S-worker keeps it: packed on one GPU. Ranks cut plain weights."""
+    """Return the bits per weight of a layer in the S-worker's memory; 0 if unpacked, as always with several ranks."""
     if args.quantization:
         return file_bits(args)
     kept = args.weights in KEPT_PACKED if args.weights else Path(args.model).suffix != ".gguf"
@@ -90,18 +90,18 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
 
 
 def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
-    """Return the bytes of a token that GPUs alone hold, and the part that a step reads.
+    """Return the bytes of a token's cache that GPUs alone hold, and the fraction of them that a step reads.
 
-    They free what no window sees. Tokens that an index did not pick stay, since the next step may pick them.
+    The GPUs free tokens outside all windows. They keep tokens that an index did not pick, which a later step may pick.
     """
     held = shape.kv_bytes_per_token(kv_dtype)
     return (held, read_share) if shape.index else (read_share * held, 1.0)
 
 
 def mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
-    """Return the mean bytes per row.
+    """Return the mean bytes that a row sends and receives per layer.
 
-    Prompts attend on the S-worker and send only k and v, but those of hybrids on R-workers.
+    Prompts attend on the S-worker and send only k and v. Prompts of a hybrid attend on R-workers.
     """
     if shape.state:
         return shape.attending_row_bytes

@@ -135,7 +135,7 @@ def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
         simulator = inputs.simulator()
-        # Seconds between checks whether a load in a capacity search is already lost
+        # Steps between checks whether the tried rate already exceeds the SLO
         look_every_steps = 64
         simulator.run(
             requests, lambda each: each.num_steps % look_every_steps == 0 and slo.is_lost(requests, each.now_seconds)

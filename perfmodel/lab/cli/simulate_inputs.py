@@ -117,7 +117,7 @@ class SimulationInputs:
         return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
-        """Return a prompt's seconds on the S-worker, in as many steps as it takes. An R-worker attends a prefix."""
+        """Return the seconds of a prompt's steps on the S-worker. R-workers attend only with a cached prefix."""
         most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
@@ -146,15 +146,15 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
 def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> int:
     """Return the given number of mini-batches, or the one with the shortest mean step.
 
-    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. With bare
-    numbers it is 2, since their T(B) is of one batch size.
+    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. Return 2
+    with bare numbers, whose T(B) is of one batch size.
     """
     if args.num_mini_batches is not None:
         return int(args.num_mini_batches)
     if args.num_r_workers == 0 or args.s_part_seconds is not None:
         return 2
     # Numbers of mini-batches that ``auto`` compares
-    choices = (2, 1, 3)  # as a plan compares them; the first of equals is taken
+    choices = (2, 1, 3)  # of equally fast numbers ``min`` takes the first
     return min(choices, key=lambda number: _mean_step_seconds(args, workload, number))
 
 

@@ -45,7 +45,7 @@ def state_blocks_of(args: argparse.Namespace, state_tokens: float) -> int:
 def with_states_here(args: argparse.Namespace, planner: Planner, limits: Limits) -> Limits:
     """Return ``limits`` with the states that the S-worker keeps.
 
-    Raise CapacityError, as an engine does, without memory.
+    Raise CapacityError, as an engine does, if the memory for states is too small.
     """
     if planner.states is None or planner.kv_bytes_per_token is None:
         return limits
@@ -97,7 +97,7 @@ def plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[st
 
 
 def scratch_tokens_of(inputs: PlanInputs) -> int:
-    """Return the prompt tokens that the S-worker holds in the engine's share of memory besides weights."""
+    """Return how many prompt tokens' keys and values the S-worker holds, in SCRATCH_SHARE of the memory for a cache."""
     if inputs.server is None:
         return UNBOUNDED_TOKENS
     shape = inputs.server.shape

@@ -115,9 +115,9 @@ def json_number(number: float) -> float | str:
 
 
 def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]:
-    """Return busy parts of the whole simulated time, with idle waits for arrivals.
+    """Return the busy fractions of the simulated time, which includes waiting for arrivals.
 
-    The mean is over ``num_r_workers``, however many places lost and returned ones had.
+    The mean divides by ``num_r_workers``, even if R-workers that returned after a loss took further places.
     """
     columns = list(zip_longest(*(step.r_seconds for step in simulation.steps), fillvalue=0.0))
     r_seconds = np.ascontiguousarray(np.array(columns).T).sum(axis=0) if columns else np.zeros(1)

@@ -109,7 +109,7 @@ def run_grid(
 ) -> OfflineRun | None:
     """Measure every row and then the offline run of ``measuring``, if any; return the latter.
 
-    If this ends early, also by Ctrl-C, the measured rows are in ``output_json``, since they took longest.
+    An error or Ctrl-C leaves the rows measured so far in ``output_json``, since rows take longest.
     """
     rows: list[ValidatedRow] = []
     offline: OfflineRun | None = None

@@ -58,7 +58,7 @@ OF_BENCHES = without_effect(
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's benchmark flags without a counterpart; the command has added its own already."""
+    """Add vLLM's benchmark flags without a counterpart here, after the command's own flags."""
     parser.set_defaults(foreign_flags=add_foreign_flags(parser, OF_BENCHES))
 
 

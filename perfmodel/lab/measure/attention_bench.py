@@ -32,15 +32,15 @@ class AttentionBench:
         self._peaks_of: tuple[int, str] | None = None
 
     def check(self, shape: AttentionShape) -> None:
-        """Raise CapacityError if memory is too small for ``shape``, or for two caches if one is measured beside it."""
+        """Raise CapacityError if memory is too small for caches of ``shape`` and, if any, ``shape.beside``."""
         caches = [(each, each.lengths(self.cache_bytes, self.seed)) for each in (shape, shape.beside) if each]
         check_memory(caches, self.cache_bytes)
 
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
         """Return one row with the keys of ``bench attention``'s JSON, after one warm-up call.
 
-        A cache of another dtype alternates with a bfloat16 one: with as many sequences if their number is given, else
-        with as many bytes.
+        A cache of another dtype alternates with a bfloat16 cache, of as many sequences if the batch size is given, else
+        of as many bytes.
         """
         peaks = self._peaks_for(shape)
         with ExitStack() as caches:
@@ -69,7 +69,7 @@ class AttentionBench:
 class Samples:
     """Samples taken in turn: reads, scattered reads, multiply-adds, calls, and calls with a bfloat16 cache.
 
-    Reads are repeated at the end. ``beside`` may be ``cache`` itself.
+    Reads are measured once more at the end. ``beside``: the bfloat16 cache, which may be ``cache`` itself.
     """
 
     def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, beside: FilledCache, repeats: int) -> None:
@@ -147,9 +147,8 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
 class Roofline:
     """The roofline of one call.
 
-    ``kv_bytes`` must be read, and ``multiply_adds`` done, one per element of keys and values and query head. The
-    machine reads scattered pieces of this size at ``scattered_read`` GB/s, and does ``mac_peak`` 1e9 multiply-adds per
-    second.
+    A call reads ``kv_bytes``, and does ``multiply_adds``, one per element of keys and values and query head. The
+    machine reads scattered blocks at ``scattered_read`` GB/s, and does ``mac_peak`` 1e9 multiply-adds per second.
     """
 
     kv_bytes: int

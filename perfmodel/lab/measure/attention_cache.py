@@ -69,7 +69,7 @@ class FilledCache:
         """Commit the last call's tokens; return the largest relative error of its output o over some sequences.
 
         The error is norm-wise per row and head, against float64 attention over the stored cache. For an index it is
-        that of the best scores, relative to the largest.
+        the error of the highest scores, relative to the highest of all.
         """
         if self.shape.index_picks:
             return self._commit_and_check_scores()
@@ -80,9 +80,9 @@ class FilledCache:
         return max(self._error(index) for index in checked_sequences(self.shape, self.lengths))
 
     def _commit_and_check_scores(self) -> float:
-        """Commit the call as tails of longer sequences, which return the ranks of their best scores.
+        """Commit the last call's tokens; return the largest relative error of the index's highest scores.
 
-        Return the largest relative error of these scores.
+        The spans are marked as tails of longer sequences, for which an R-worker returns the highest scores, encoded.
         """
         picks, q_len, spans = self.shape.index_picks, self.shape.q_len, self._spans.copy()
         spans[:, 3] = SpanMode.PARTIAL
@@ -100,7 +100,7 @@ class FilledCache:
         return max(errors)
 
     def _score_error(self, index: int, ranks: np.ndarray) -> float:
-        """Return the error of the last row of a sequence; ``ranks`` as in `rworker_cpp/src/picks.cpp`."""
+        """Return the error of a sequence's last row. ``ranks``: scores as encoded in `rworker_cpp/src/picks.cpp`."""
         shape, row = self.shape, (index + 1) * self.shape.q_len - 1
         keys = self.worker.read_tokens(index, 0)[0][:, 0].astype(np.float64)
         q = from_wire(self._q[row, :, : shape.head_dim], shape.model_dtype).astype(np.float64)

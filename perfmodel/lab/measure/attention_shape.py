@@ -82,7 +82,7 @@ class AttentionShape:
         if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
             raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
         is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
-        # most that an R-worker accepts
+        # longest heads that an R-worker accepts
         max_quantized_head_dim = 512  # for int8 and int4
         most = max_quantized_head_dim if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
@@ -114,7 +114,7 @@ class AttentionShape:
     def arithmetic_dtype(self) -> str:
         """The dtype of attention's multiply-adds.
 
-        It is the cache's, but the model's for coded latents and for an index without codes.
+        It is the cache's dtype for keys and values, and the model's for latents and for an index.
         """
         return self.model_dtype if self.latent_dim or self.index_picks else self.kv_cache_dtype
 

@@ -55,7 +55,7 @@ class CalibrationPlan:
 
 
 def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> CalibrationPlan:
-    """Return everything that ``plan``, ``simulate`` and ``plan --validate`` may need of this machine."""
+    """Return a plan that measures all that ``plan``, ``simulate`` and ``validate`` may need of this machine."""
     cores = len(usable_cores())
     threads = tuple(sorted({max(1, cores // 2), cores}))
     here = "inproc" in links

@@ -121,9 +121,9 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Yield points of rows for each group, of absorbed latents, of an index's scan, and of states.
+        """Yield points of ordinary rows for each group, of absorbed latents, of an index's scan, and of states.
 
-        A remote R-worker serves one S-worker at a time, so it has no anchor beside its measurements.
+        ``anchors``: none for a remote R-worker, which serves one S-worker at a time.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
         if self.shape.latent and self.plan.num_ranks > 1:

@@ -41,8 +41,8 @@ class DecodeRig:
     ) -> list[StepRecord]:
         """Return ``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
 
-        The contexts are shorter for a model with a shorter limit, and longer if the steps need room. The cores are
-        those of this engine's thread, even if another engine has changed them.
+        Contexts end at the model's limit, and are at least as long as the steps need. The steps run on the cores that
+        this engine chose, even if another engine has changed the thread's cores since then.
         """
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores)
@@ -134,7 +134,7 @@ class InstantBackend:
         return self._outputs[mini_batch]
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """Return no shares, since nothing is kept."""
+        """Return no attention weights, since nothing is kept."""
         return [None] * len(rows)
 
     def end_step(self) -> StepReport:

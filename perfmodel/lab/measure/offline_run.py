@@ -50,9 +50,10 @@ def run_offline(
     spec: WorkloadSpec = SPEC,
     threads: int | None = None,
 ) -> OfflineRun:
-    """Run fixed lengths with the load-stabilizing schedule and the load limit of ``profile``, S and R in turn.
+    """Run and simulate fixed lengths with the load-stabilizing schedule and the load limit of ``profile``.
 
-    Both have ``threads`` (all cores). ``anchors``, of S and of R with as many, scale the simulation.
+    S-worker and R-worker take turns with ``threads`` threads each (None: one per core). ``anchors``: of S and of R with
+    as many threads; their drift scales the simulation.
     """
     cores = threads or len(usable_cores())
     engine = LLMEngine(_offline_config(config, cores))

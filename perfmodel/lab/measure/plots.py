@@ -45,7 +45,7 @@ def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
 
 
 def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
-    """Return the overlapped decode step of median duration, without the first; any step if there is none."""
+    """Return the overlapped decode step of median duration, ignoring the first; without any, of all steps."""
     typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
     decode = typical[1:] or list(steps)
     median = statistics.median_low([_end(step) - _start(step) for step in decode])
@@ -132,7 +132,7 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # prompts' steps too
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # include steps with prompts
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
@@ -156,7 +156,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
     """Return the mean fraction of the roofline by line label and context length. Labels omit what all rows share."""
-    # Keys that, with the group, make separate lines
+    # Keys of a row whose values, with its query heads per KV head, each make a separate line
     line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
     varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]
     found: dict[str, dict[float, list[float]]] = {}
@@ -185,7 +185,7 @@ def _mean_context(row: dict[str, Any]) -> float:
 
 
 def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
-    """Draw measured over predicted on logarithmic axes, with bands of 10 % and 25 %.
+    """Draw measured against predicted seconds on logarithmic axes, with bands of 10 % and 25 %.
 
     Raise OSError if the file cannot be written.
     """

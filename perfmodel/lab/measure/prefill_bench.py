@@ -1,4 +1,4 @@
-"""Time to first token by method, prefill workers and context, with the prediction, and bytes with the formula."""
+"""Time to first token and bytes by method, prefill workers and prompt length, measured and predicted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE = "alone"
 class PrefillRow:
     """A method's runs with ``num_workers`` and prompts of ``prefill_len`` tokens, cut into ``parts``.
 
-    ``ttft_seconds_p50``: the median. ``ttft_seconds_spread``: the range from the 10th to the 90th percentile over it.
+    ``ttft_seconds_p50``: the median. ``ttft_seconds_spread``: 90th minus 10th percentile, divided by the median.
     ``…_bytes``: of keys and values over all layers; ``sent``: between prefill workers; ``stored``: on the R-worker.
     """
 
@@ -98,7 +98,7 @@ class PrefillBench:
         return {method: parts[method] for method in self.methods}
 
     def _predicted(self, num_tokens: int, count: int, entries: dict[int, PartitionEntry]) -> Parts:
-        """Return parts from the profile's table, or from one of all other lengths; without either, the closed form."""
+        """Return parts from the profile's table, else from ``entries`` of other lengths, else from the closed form."""
         known = PartitionTable(self.profile.partitions)
         if not known.knows(count):
             known = PartitionTable([entry for length, entry in entries.items() if length != num_tokens])
@@ -130,7 +130,7 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Return whether parts are searched; kvr-p needs those of another length."""
+    """Return whether parts are searched: for kvr-s, and for kvr-p, which interpolates those of other lengths."""
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
 
@@ -167,7 +167,7 @@ def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
 
 
 def _ratios(row: PrefillRow, rows: Sequence[PrefillRow]) -> dict[str, float | None]:
-    """Return the row's median over that of one worker, and over TSP's with as many; None if not measured."""
+    """Return the row's median TTFT divided by one worker's, and by TSP's with as many workers; None if unmeasured."""
     alike = {(each.method, each.num_workers): each for each in rows if each.prefill_len == row.prefill_len}
     alone, tsp = alike.get((ALONE, 1)), alike.get(("tsp", row.num_workers))
     return {

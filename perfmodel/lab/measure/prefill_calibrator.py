@@ -54,7 +54,7 @@ def measure_rates(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[PrefillPoint, ...]:
-    """Measure whole prompts on one worker alone, and one on each of the first workers at the same time.
+    """Measure a whole prompt on one worker alone, and a prompt on each of the first n workers at the same time.
 
     The shortest prompt runs on every worker, for their relative speeds.
     """
@@ -86,7 +86,7 @@ def search_parts(
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
     # Fewest tokens that a search moves; smaller changes are lost in noise
     least_rows = 16
-    # Fractions of a prompt by which a search first and last moves its cuts; small, since it starts at the model's cuts
+    # A search first moves its cuts by 1/32 of the prompt, at last by 1/128; little, since it starts at the model's cuts
     first_stride, least_stride = 32, 128
     strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))

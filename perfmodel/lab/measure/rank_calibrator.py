@@ -38,7 +38,7 @@ class RankCalibration:
 
     ``batch_sizes``: of the S-part of ``num_ranks`` ranks. ``rounds``: of SAMPLE_STEPS steps each, repeated up to
     ``most_tries`` times while the anchor moves. The anchor is one rank's S-part on ``anchor_threads`` threads.
-    ``num_engines``: engines of each of LAYERS, measured in turn.
+    ``num_engines``: engines for each number of layers in LAYERS, measured in turn.
     """
 
     num_ranks: int
@@ -135,7 +135,7 @@ def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Ca
 
 
 def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarray:
-    """Return S and host seconds, [steps, 2], with the S-worker's own threads, which the anchor has changed."""
+    """Return S and host seconds, [steps, 2], with the configured S threads, a number that the anchor has changed."""
     steps = rig.decode(batch_size, SHORT_CONTEXT, plan.rounds * SAMPLE_STEPS, rig.engine.config.s_threads)
     return np.array([(step.s_seconds, step.host_seconds) for step in steps])
 

@@ -58,7 +58,7 @@ def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
 
 
 def r_worker_config(config: EngineConfig, r_worker: str, threads: int | None, kv_bytes: int) -> EngineConfig:
-    """Return one R-worker, "here" or "inproc", "spawn" or "host:port". A local one has room for ``kv_bytes``."""
+    """Return ``config`` with one R-worker: "here", "inproc", "spawn" or "host:port". A local one holds ``kv_bytes``."""
     if r_worker not in ("here", "inproc", "spawn"):
         return replace(config, r_workers=r_worker)
     spec = "spawn:1" if r_worker == "spawn" else "inproc"
@@ -71,10 +71,10 @@ def core_list(cores: Sequence[int]) -> str:
 
 
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
-    """Return seconds of a layer, of the rest of the S-part, and of the host, per step, [rounds, 3]; A B A B.
+    """Return seconds of a layer, of the rest of the S-part, and of the host, per step, [rounds, 3].
 
-    Rounds that take more than ENOUGH_SECONDS are reduced, but not below FEWEST_ROUNDS. A round in which more layers
-    took no longer than fewer was disturbed and is repeated. Raise ProfileError after MOST_DISTURBED of them.
+    A round measures ``few`` layers, then ``many``. After ENOUGH_SECONDS no more rounds begin than FEWEST_ROUNDS. A
+    round in which more layers took no longer is repeated, up to MOST_DISTURBED times before a ProfileError.
     """
     rows: list[tuple[float, float, float]] = []
     disturbed = 0

@@ -50,8 +50,8 @@ class ServedRequest:
     """The outcome of one request, with times in seconds of ``time.perf_counter``.
 
     ``token_seconds``: the arrival of each chunk with new text. ``error``: "" after a normal end. ``queue_seconds``: how
-    long the client held it back for ``max_concurrency``. Token counts are the server's if it reports them, else those
-    of the workload and the number of chunks.
+    long the client delayed the request for ``max_concurrency``. Token counts are the server's if it reports them, else
+    the workload's prompt tokens and the number of chunks.
     """
 
     prompt_len: int
@@ -141,7 +141,7 @@ def session(target: Target) -> aiohttp.ClientSession:
     """Return a client session with unlimited connections, which are reused for requests that come soon."""
     # A request that takes longer counts as failed
     longest_seconds = 6 * 3600.0
-    # An idle connection is reused for so long; many servers close it after 5, and a request sent just then is lost
+    # An idle connection is reused for this long. Many servers close one after 5 s and lose a request sent just then
     keep_alive_seconds = 2.0
     # Bytes of the read buffer; a line of a stream may be twice as long
     line_bytes = 1 << 20
@@ -169,7 +169,7 @@ async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, req
 
 
 def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
-    """Return the JSON body of the request ``item``. A prompt without text is sent as token ids; chats refuse it."""
+    """Return the JSON body of the request ``item``. A completion without text sends the prompt's token ids."""
     if target.chat:
         asked = {"messages": [{"role": "user", "content": item.prompt}], "max_completion_tokens": item.output_len}
     else:
@@ -180,7 +180,7 @@ def request_body(target: Target, item: WorkItem) -> dict[str, Any]:
 
 
 async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> None:
-    """Read a stream of server-sent events. It ended normally if [DONE] followed at least one chunk of text."""
+    """Read a stream of server-sent events. The stream ended normally if [DONE] followed a chunk of text."""
     chunks = 0
     async for line in response.content:
         if not line.startswith(b"data:"):  # an empty line between events, or a comment that keeps the connection open

@@ -84,7 +84,7 @@ def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, An
     """Return how the decode steps' time divides: s + wait + host = wall.
 
     r and transfer are those of the busiest R-worker. ``overlap_efficiency`` = max(s, r) / wall, only if S and R share
-    no core. ``overlap_gain`` = median step time without overlap over that with it, only if both were run.
+    no core. ``overlap_gain`` = median step time without overlap / with overlap, only if both were run.
     """
     overlapped = [step for step in steps if step.overlapped]
     alone = [step for step in steps if not step.overlapped]
@@ -110,12 +110,12 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """Return figures of the steady part of a run.
 
-    It begins one mean output length (tokens, so steps) after the first start, and ends when the last request has
-    started.
+    The steady part begins as many steps after the first start as the mean output has tokens, and ends when the last
+    request has started.
 
-    ``imbalance``: mean over steps of the busiest R-worker's time over the mean R-worker's, of present ones.
-    ``imbalance_max``: that of the most uneven step. All are zero without a steady part, if all requests started at
-    once.
+    ``imbalance``: the busiest R-worker's time divided by the mean time of present R-workers, averaged over steps.
+    ``imbalance_max``: the same ratio in the most uneven step. All figures are zero without a steady part, for example
+    if all requests started at once.
     """
     starts = [index for index, step in enumerate(steps) if step.num_starts]
     first, last = (starts[0] + round(mean_output_len), starts[-1]) if starts else (0, -1)
@@ -171,7 +171,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["prefill"]["tokens"]:
         prefill = report["prefill"]
         yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
-    # A load this far above the limit is no ripple of micro-batches: the scheduler exceeded the limit on purpose
+    # Above this multiple of the limit, the scheduler exceeded it on purpose; micro-batches exceed it by less
     ripple = 1.1
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
@@ -212,7 +212,7 @@ def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
         f"(at most {steady['imbalance_max']:.3f})"
     )
     overall = report["output_tokens_per_second"]
-    # Difference of the steady rate from the whole run's up to which they count as equal
+    # Relative difference up to which the steady rate and the whole run's rate count as equal
     agree = 0.03
     if abs(overall / steady["tokens_per_second"] - 1.0) > agree:
         part = _rate(steady["seconds"], report["elapsed_time"])
@@ -226,13 +226,13 @@ _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
 
 
 def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
-    """Return sums over steps, float64 [num_workers]. R-workers that joined later have no part in the first ones."""
+    """Return sums over steps, float64 [num_workers]. Steps before an R-worker joined count as 0 for it."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
 
 
 def _joined_workers(steps: Sequence[StepRecord]) -> int:
-    """Return how many R-workers joined after the first step, in vacant or new places."""
+    """Return how many R-workers joined after the first step, new ones and replacements of lost ones."""
     return sum(max(0, now.pool.num_workers - last.pool.num_workers + now.lost_workers) for last, now in pairwise(steps))
 
 

@@ -49,7 +49,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: of the S-worker, and of the R-workers together; None if they share all in turn."""
+    """One real run. ``cores``: the S-worker's, and all R-workers'; None if both use all cores in turn."""
 
     name: str
     deployment: Deployment
@@ -118,7 +118,7 @@ class ValidatedRow:
 
 
 def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Return four ways to use ``cores``, each with every size. KV dtypes and heads vary between them."""
+    """Return four ways to divide ``cores``, each with every size of SIZES, with varying KV dtypes and KV heads."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: some configurations give S and R cores of their own")
     half = len(cores) // 2
@@ -198,7 +198,7 @@ class Validation:
     def offline(self) -> OfflineRun:
         """Return a whole run with S and R in turn on all cores, and its simulation."""
         cores = len(usable_cores())
-        # At an anchor, before and after an offline run
+        # Timings of an anchor, before and after an offline run
         looks = 4
         anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)

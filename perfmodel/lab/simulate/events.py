@@ -96,8 +96,8 @@ def _check_worker(event: WorkerEvent, num_known: int, where: str) -> None:
 def random_losses(num_r_workers: int, mtbf_hours: float, restart_seconds: float, seed: int) -> Iterator[WorkerEvent]:
     """Yield losses without end, in order. Each R-worker is lost ``mtbf_hours`` after it joined, on average.
 
-    It joins again ``restart_seconds`` later. Each R-worker has its own random generator, so its losses do not depend on
-    the number of others.
+    The R-worker joins again ``restart_seconds`` later. Each R-worker has its own random generator, so its
+    losses do not depend on the number of R-workers.
     """
 
     def of_one(worker: int) -> Iterator[WorkerEvent]:

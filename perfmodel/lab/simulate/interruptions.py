@@ -57,9 +57,9 @@ class Interruptions(Companion):
             del self._had[sequence_id]
 
     def pauses(self) -> np.ndarray:
-        """Return the pauses of decoding sequences by losses: float64 [n], in seconds.
+        """Return the pauses of decoding sequences by lost R-workers: float64 [n], in seconds.
 
-        A pause is from the last token before to the first after, and each counts once.
+        A pause lasts from a sequence's last token before a loss to its next token. Several losses in it count once.
         """
         found = {}
         for sequence_id, moment in self._moments:

@@ -53,7 +53,7 @@ class PrefillFleet:
         return self._ends[0][0] if self._ends else math.inf
 
     def lose(self, worker: int, now_seconds: float) -> list[int]:
-        """Remove a lost worker; return the jobs that fail with it, which its partners drop at once."""
+        """Remove a lost worker; return the jobs that fail with it, which its other workers drop at once."""
         failed = [job_id for end, job_id in self._ends if end > now_seconds and worker in self._part_ends[job_id]]
         self._ends = [each for each in self._ends if each[1] not in failed]
         heapq.heapify(self._ends)
@@ -73,7 +73,7 @@ class PrefillFleet:
 
 
 class SimulatedPrefills(Companion):
-    """The companion that gives prompts to a fleet and returns results, while its workers come and go."""
+    """Gives prompts to a fleet of prefill workers and returns results, while its workers come and go."""
 
     def __init__(self, fleet: PrefillFleet, clock: Clock) -> None:
         self.fleet = fleet

@@ -25,7 +25,7 @@ class SimulatedDrafter:
         return {each: [0] * count for each, count in wanted.items()}
 
     def seconds(self, wanted: Mapping[int, int], kv_tokens: float) -> float:
-        """Return the seconds of drafting for sequences with ``kv_tokens`` in all."""
+        """Return the seconds of drafting for sequences with ``kv_tokens`` cached tokens in all."""
         passes = max(wanted.values(), default=0)
         return self.drafting.cost.seconds(len(wanted), passes, kv_tokens, self._num_r_workers) if passes else 0.0
 
@@ -41,7 +41,7 @@ class SimulatedDrafter:
     def kv_loads(self, step: ScheduledStep) -> list[float]:
         """Return the cached tokens that each R-worker attends in ``step``.
 
-        Further rows over the same read count partly.
+        Rows of drafts read the same tokens as their sequence's first row, so they add only ``row_share`` of these.
         """
         loads = np.array(step.kv_loads, np.float64)
         for mini_batch in step.mini_batches if step.drafts else ():
@@ -52,7 +52,7 @@ class SimulatedDrafter:
 
 
 class SimulatedSpeculation(Companion):
-    """The companion that drafts before each step, and lets the time of drafting pass."""
+    """Drafts before each step, and lets the time of drafting pass."""
 
     def __init__(self, drafter: SimulatedDrafter, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock

@@ -46,9 +46,9 @@ class Machine(Protocol):
         """Return the cost of a step with ``load``; each R-worker attends its part of ``kv_loads``."""
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> Machine:
-        """Return the same machine with R-worker ``places[i]`` in place i; below 0 the place is empty.
+        """Return this machine if the scheduler's R-worker i is machine ``places[i]``, or absent (below 0).
 
-        ``factors``: how many times slower than initially some of them are.
+        ``factors``: how many times slower than initially a machine is, by its number.
         """
 
 
@@ -56,8 +56,8 @@ class Machine(Protocol):
 class SplitMachine:
     """FastDecode: an S-worker and R-workers. A step waits for the busiest R-worker.
 
-    ``speeds``: of each R-worker, in any unit, whose mean is the model's speed; None if all are equal. ``slowness``: how
-    many times slower the R-worker in each place is, in addition.
+    ``speeds``: each R-worker's, in any unit, whose mean is the model's speed; None if all are equal. ``slowness``: how
+    many times slower each R-worker is, beyond what its speed says.
     """
 
     model: StepModel
@@ -68,7 +68,7 @@ class SplitMachine:
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """Return the cost by the model, as if every R-worker had mean speed and the busiest one's load."""
-        model = replace(self.model, context_spread=None)  # each R-worker's own load is known
+        model = replace(self.model, context_spread=None)  # ``kv_loads`` replaces the estimate
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
@@ -92,7 +92,7 @@ class SplitMachine:
         )
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> SplitMachine:
-        """Return this machine with its R-workers in other places; those beyond ``speeds`` have the mean."""
+        """Return this machine with R-workers ``places``; a machine beyond ``speeds`` has the mean speed."""
         mean, speeds = float(np.mean(self.speeds or 1.0)), dict(enumerate(self.speeds or ()))
         slowness = tuple(mean / speeds.get(each, mean) * factors.get(each, 1.0) for each in places)
         model = replace(self.model, num_r_workers=sum(each >= 0 for each in places))
@@ -112,7 +112,7 @@ class GpuMachine:
         return self.step_time.read_share * self.step_time.kv_bytes_per_token
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
-        """Return the cost by the roofline. S is weights and arithmetic; a GPU alone has no ranges and copies."""
+        """Return the cost by the roofline. S time is a step without cached tokens; ranges and copies do not apply."""
         kv_tokens = sum(kv_loads)
         wall, s_part = (self.step_time(load.rows, tokens, load.sampled) for tokens in (kv_tokens, 0))
         return StepCost(wall, s_part, 0.0, 0.0, np.array([wall - s_part]))

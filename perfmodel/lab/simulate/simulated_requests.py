@@ -16,7 +16,7 @@ from fastdecode.scheduler import Scheduler, TokenSequence
 
 
 class SimulatedRequests:
-    """Counts tokens and records their times. A request is its number, which is also that of its single sequence.
+    """Counts requests' tokens and records their times. A request has one sequence, whose id is the request's number.
 
     ``num_finished``: requests with all their tokens. ``num_given_up``: requests for which no remaining R-worker had
     room.
@@ -30,7 +30,7 @@ class SimulatedRequests:
         self._tokens = TokenTimes()
 
     def __len__(self) -> int:
-        """Return how many have arrived."""
+        """Return how many requests have arrived."""
         return len(self._requests)
 
     def __getitem__(self, sequence_id: int) -> TokenSequence:
@@ -45,7 +45,7 @@ class SimulatedRequests:
         """Add ``request`` to the ``scheduler``'s queue. Raise RequestError if the request could never run."""
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
-        output: Any = SimulatedOutput(self._tokens, sequence_id)  # the scheduler reads only this much of a list
+        output: Any = SimulatedOutput(self._tokens, sequence_id)  # all of a list that the scheduler uses
         sequence = TokenSequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
         sequence.may_stop = most > request.output_len
         scheduler.add(sequence)
@@ -78,9 +78,9 @@ class SimulatedRequests:
     def take(
         self, cycle: RunningCycle, computed: np.ndarray, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
-        """Count one token for each sampled sequence, and the ``accepted`` ones; return how many.
+        """Count one token for each sequence in ``computed``, and the ``accepted`` drafts; return how many tokens.
 
-        There may be thousands, so arrays do most of it.
+        A step may sample thousands of sequences, so arrays do most of the work.
         """
         if spoilt:
             computed = computed[~np.isin(computed, list(spoilt))]

@@ -26,11 +26,11 @@ NO_ONE = -1
 
 
 class SimulatedWorld:
-    """A ``World`` for the product's cycle that computes nothing. Sampled sequences stand for their tokens.
+    """A ``World`` for the engine's cycle that computes nothing, and returns which sequences sampled without tokens.
 
-    Machines keep their number; one that joins takes any vacant place in the scheduler. An event during a step shows at
-    its end; until then the step continues as it began. ``next_arrival_seconds``: the next request's arrival, at which
-    waiting ends. ``happened``: events by kind. ``num_ignored``: events of workers that were not there.
+    A machine keeps its number. An R-worker that joins takes any vacant place, an index of the scheduler's R-workers. An
+    event during a step takes effect at the step's end. ``next_arrival_seconds``: the next request's arrival, at which
+    waiting ends. ``happened``: events by kind. ``num_ignored``: events of absent workers, and joins of present ones.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SimulatedWorld:
         return seconds
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """Return the R-workers that have joined, each with its initial memory, or that of the first R-worker."""
+        """Return the R-workers that have joined, with their initial memory; a new one has as much as R-worker 0."""
         self._happen()
         found, left = {}, list(vacant)
         for worker in self._joining:
@@ -130,7 +130,7 @@ class SimulatedWorld:
         return found
 
     def dismiss(self, worker: int) -> None:
-        """Remove the R-worker in place ``worker``."""
+        """Remove the R-worker that the scheduler numbers ``worker``."""
         self._empty(worker)
         self._change()
 
@@ -138,7 +138,7 @@ class SimulatedWorld:
         """Do nothing, since nothing is kept of a sequence."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """Return the record of the step. Copies and drafts before it count as host work."""
+        """Return the record of ``step``. Copies and drafts since the previous step count as host work."""
         cost, kv_loads, between = self._cost, step.kv_loads, self._clock.take_between_seconds()
         return StepRecord(
             is_decode=step.is_decode,
@@ -178,7 +178,7 @@ class SimulatedWorld:
         return self._prefills is not None and self._prefills.happen(event)
 
     def _happens(self, event: WorkerEvent) -> bool:
-        """Apply ``event`` to its R-worker; return False if that is absent, or is to join although present."""
+        """Apply ``event`` to its R-worker; return False if the R-worker is absent, or joins although present."""
         worker = event.worker
         is_here = worker in self._places
         if event.kind == JOIN:
@@ -203,7 +203,7 @@ class SimulatedWorld:
         return True
 
     def _empty(self, place: int) -> None:
-        """Mark ``place`` as vacant. If its R-worker returns, it has its initial speed again."""
+        """Mark ``place`` as vacant. If its R-worker joins again, the R-worker has its initial speed."""
         self._slow.pop(self._places[place], None)
         self._places[place] = NO_ONE
         self._leaving.discard(place)

@@ -143,7 +143,7 @@ class Slo:
                 raise ConfigError(f"{name} must be above 0 seconds and finite, not {getattr(self, name)!r}")
 
     def is_met(self, requests: Sequence[SimulatedRequest]) -> bool:
-        """Return whether ``requests`` meet these limits. If one has not ended, they do not."""
+        """Return whether ``requests`` meet these limits. If a request has not ended, return False."""
         if not all(request.finished for request in requests):
             return False
         delay = np.median([request.scheduling_delay_seconds for request in requests])
@@ -152,7 +152,7 @@ class Slo:
         return bool(delay <= self.delay_p50_seconds and not slow)
 
     def is_lost(self, requests: Sequence[SimulatedRequest], now_seconds: float) -> bool:
-        """Return True once so many have waited so long that the median delay cannot be met any more."""
+        """Return whether more than half of ``requests`` waited longer than ``delay_p50_seconds`` to start."""
         limit = self.delay_p50_seconds
         late = sum(
             (now_seconds if request.start_seconds is None else request.start_seconds) - request.arrival_seconds > limit

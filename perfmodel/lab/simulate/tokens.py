@@ -9,9 +9,9 @@ import numpy as np
 
 
 class Clock:
-    """One clock for a world, its requests and its companions. ``now_seconds`` only grows.
+    """The simulated time of a world, its requests, its drafter and prefill workers. ``now_seconds`` only grows.
 
-    ``between_seconds``: host work between two steps since it was last taken: copies and drafts.
+    ``between_seconds``: host work (copies and drafts) since the last call of ``take_between_seconds``.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Clock:
         self.now_seconds = max(self.now_seconds, moment)
 
     def take_between_seconds(self) -> float:
-        """Return the seconds between the last step and this one, and restart from 0."""
+        """Return the seconds of host work between the last step and this one, and restart them from 0."""
         seconds, self.between_seconds = self.between_seconds, 0.0
         return seconds
 
@@ -47,7 +47,7 @@ class TokenTimes:
         self.total = 0
 
     def expect(self, output_lens: Sequence[int]) -> None:
-        """Add requests with the next numbers, with this many tokens each."""
+        """Add requests of ``output_lens`` tokens, numbered in order after those added before."""
         ends = len(self._seconds) + np.cumsum(output_lens, dtype=np.int64)
         starts = ends - np.array(output_lens, np.int64)
         self._seconds = np.append(self._seconds, np.zeros(sum(output_lens)))
@@ -63,7 +63,7 @@ class TokenTimes:
         return request_ids[places + 1 == self._ends[request_ids]]
 
     def add(self, counts: Mapping[int, int], now_seconds: float) -> None:
-        """Add tokens for each request, but never its last one, which ``take`` adds."""
+        """Add ``counts`` tokens to each request, but never a request's last token, which ``take`` adds."""
         for request_id, count in counts.items():
             start = self._next[request_id]
             end = min(start + count, self._ends[request_id] - 1)
@@ -83,7 +83,7 @@ class TokenTimes:
 class SimulatedOutput(Sequence[int]):
     """The output of a simulated sequence for the scheduler: as many zeros as tokens were counted.
 
-    Otherwise a run would append to thousands of lists in every step.
+    Real lists would have to be appended to, thousands of them in every step.
     """
 
     def __init__(self, tokens: TokenTimes, request_id: int) -> None:

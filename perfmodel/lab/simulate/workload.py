@@ -120,9 +120,9 @@ def read_trace(text: str, name: str) -> list[TraceItem]:
 
 
 def json_lines(text: str, name: str, wanted: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects of a JSON lines file, each with its place in words.
+    """Return the objects of a JSON lines file, each with its file and line number in words.
 
-    A ConfigError says what was ``wanted``.
+    ``wanted``: the expected object, which a ConfigError quotes.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -151,10 +151,10 @@ def _trace_item(record: dict[str, Any], where: str) -> TraceItem:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """Requests in order of arrival; ``arrivals``: at one per second, float64 [n], which rates stretch.
+    """Requests in order of arrival. ``arrivals``: seconds at one request per second, float64 [n]; rates divide them.
 
-    ``own_rate``: recorded requests per second; infinite if all come at once. ``max_tokens``: what the scheduler is told
-    of every output, which stops by itself before that; None for the exact length.
+    ``own_rate``: recorded requests per second; infinite if all come at once. ``max_tokens``: the limit on every output
+    that the scheduler knows, while outputs stop earlier; None if the scheduler knows the exact lengths.
     """
 
     prompts: Sequence[list[int]]
@@ -192,7 +192,7 @@ def drawn_workload(lengths: LengthDistribution, count: int, seed: int) -> Simula
 
 
 def traced_workload(items: Sequence[TraceItem]) -> SimulatedWorkload:
-    """Return the requests of a trace with its own rate: arrivals minus one over the time they span."""
+    """Return the requests of a trace with its own rate: the intervals between arrivals divided by their total time."""
     moments = np.array([item.arrival_seconds for item in items])
     rate = (len(items) - 1) / moments[-1] if moments[-1] > 0 else math.inf
     arrivals = moments * rate if rate < math.inf else moments

@@ -29,7 +29,7 @@ class CopiesNeed:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """One copy and two, compared. ``kv_replicas``: the plan's number.
+    """Plans with one and with two copies of each sequence. ``kv_replicas``: the chosen number of copies.
 
     ``one``, ``two``: the plans; ``lacks``: why there is no plan with two. ``link_growth``: growth of the bytes to
     R-workers; None if the model is unknown. A lost R-worker leaves ``speed_after_loss`` of the speed; None if it was
@@ -101,7 +101,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
-    if case.plan.r_workers_set_by == BY_LIMITS:  # not a pool that is there
+    if case.plan.r_workers_set_by == BY_LIMITS:  # not an existing pool: may grow
         enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
         planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
@@ -112,14 +112,14 @@ def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
 
 
 def _lost_sequences(case: PlanCase) -> float:
-    """Return the sequences with a range, or all of their cache, on one R-worker."""
+    """Return how many sequences have a range, or their whole cache, on any one R-worker."""
     in_flight, planner = case.plan.in_flight, case.planner
     ranges = max(1, math.ceil(planner.workload.mean_context / planner.placing.segment_tokens))
     return min(in_flight, in_flight * ranges / case.plan.num_r_workers)
 
 
 def _recomputed_tokens(case: PlanCase) -> float:
-    """Return the tokens that only a lost R-worker held. A shared prefix is also on the others."""
+    """Return the tokens that only a lost R-worker held. A shared prefix is also on other R-workers."""
     workload, plan = case.planner.workload, case.plan
     return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
 

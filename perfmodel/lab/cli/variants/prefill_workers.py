@@ -83,8 +83,8 @@ class PrefillPlan:
 
     ``busy``: share of the workers' time at the plan's throughput. ``ttft_seconds``: time to first token at that load;
     None if there are too few workers. ``ttft_alone_seconds``, ``ttft_chain_seconds``: of a prompt that finds all
-    workers free, on one and on the fastest chain, with parts ``parts``. ``tbt_seconds``: time between tokens.
-    ``tbt_without_seconds``: time between tokens if the S-worker computed the prompts too.
+    workers free, on one worker, and on the fastest chain, which cuts it into ``parts``. ``tbt_seconds``: time between
+    tokens. ``tbt_without_seconds``: time between tokens if the S-worker computed the prompts too.
     """
 
     num_prefill_workers: int

@@ -1,4 +1,4 @@
-"""Ranges in a plan: whether sequences are cut over several R-workers, and into how many tokens, as in the engine."""
+"""Ranges in a plan: whether sequences are cut over several R-workers, and the tokens of a range, as in the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RangePlan:
     """The ranges of a plan.
 
     ``kv_shard_tokens``: tokens of a range; None if each sequence is on one R-worker. ``reason``: "time", "memory",
-    "asked for", or "" without ranges. ``s_times``: S times in which one R-worker would read a sequence of mean length.
+    "asked for", or "" without ranges. ``s_times``: one R-worker's time to read a sequence, over the S-part's of a step.
     ``r_worker_tokens``: cached tokens that one R-worker holds; None if unknown.
     """
 
@@ -86,5 +86,5 @@ class RangeVariant(Variant[RangePlan]):
         yield "ranges", f"of {figures.kv_shard_tokens} tokens (--kv-shard-tokens): {why[figures.reason]}"
 
     def s_flags(self, case: PlanCase, figures: RangePlan) -> dict[str, object]:
-        """Return the length of a range, which the engine would otherwise choose without the plan's figures."""
+        """Return the plan's length of a range; the engine's own choice would not know the plan's figures."""
         return {"--kv-shard-tokens": figures.kv_shard_tokens} if figures.kv_shard_tokens else {}

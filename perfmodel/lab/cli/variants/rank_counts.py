@@ -17,9 +17,9 @@ COMPARED = (1, 2, 4)
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of ``tensor_parallel_size`` ranks in short, or in ``lacks`` why there is none (then all else is 0).
+    """Main figures of a plan with ``tensor_parallel_size`` ranks; all 0 if there is none, and ``lacks`` says why.
 
-    ``alone_…``: of as many GPUs without R-workers, within the same limits.
+    ``alone_…``: figures of as many GPUs without R-workers, within the same limits.
     """
 
     tensor_parallel_size: int
@@ -43,10 +43,10 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
     name = "tensor_parallel"
 
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
-        """Return the plans of COMPARED and of the requested number.
+        """Return plans with the numbers of ranks in COMPARED, and with the requested number.
 
-        There are none without a named GPU and model, since nothing else tells the time of other ranks. Nor are there on
-        one host, whose GPUs are fixed.
+        Return none without a named GPU and model, since only these give the times of other numbers of ranks. Return
+        none on one host, whose number of GPUs is fixed.
         """
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
@@ -85,7 +85,7 @@ def _rank_plan(args: argparse.Namespace, count: int) -> RankPlan:
 
 
 def _short(case: PlanCase) -> RankPlan:
-    """Return a plan in short, beside as many GPUs alone."""
+    """Return the main figures of a plan, and of as many GPUs without R-workers."""
     plan, limit = case.plan, math.inf if case.args.latency_limit is None else case.args.latency_limit
     alone = case.inputs.server.best(limit, case.limits) if case.inputs.server else GpuOnly(0, 0.0, None, "")
     return RankPlan(

@@ -103,9 +103,9 @@ class SpeculationPlan:
     """The drafts of a plan.
 
     With ``num_draft_tokens`` per sequence and step, each verification yields ``tokens_per_verification``.
-    ``num_r_workers`` give at least the tokens per second of the plan without drafts: ``saved_r_workers`` fewer, for
-    ``output_tokens_per_second``. ``gain``: tokens per second of the plan's own R-workers with ``gain_draft_tokens``
-    drafts, over those without.
+    ``num_r_workers``, which are ``saved_r_workers`` fewer than without drafts, then give ``output_tokens_per_second``,
+    at least as many as without drafts. ``gain``: the factor by which ``gain_draft_tokens`` drafts raise the tokens per
+    second of the plan's own R-workers.
     """
 
     acceptance_rate: float
@@ -157,7 +157,7 @@ class DraftVariant(Variant[SpeculationPlan]):
 
 
 def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> SpeculationPlan:
-    """Return the fewest R-workers that suffice, and the fewest drafts that allow it.
+    """Return the fewest R-workers that, with drafts, give the plan's tokens per second, and the fewest such drafts.
 
     A verification reads each cache once for all its rows. So the R-part per token falls nearly by the tokens per
     verification, while the S-part has 1 + k rows instead of one.
@@ -171,7 +171,7 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
     wanted = rate(plan.num_r_workers, 0)
 
     def sufficing(drafts: int) -> int:
-        """Return the R-workers that suffice with ``drafts``, at most the plan's own."""
+        """Return the fewest R-workers that give ``wanted`` tokens per second, at most the plan's own."""
         return 1 + largest(lambda count: rate(count, drafts) < wanted * (1 - 1e-9), plan.num_r_workers - 1)
 
     def needed(drafts: int) -> int:
@@ -197,7 +197,7 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
 
 
 def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num_r_workers: int) -> float:
-    """Return the output tokens per second; sequences end, and others begin, as much sooner as drafts are accepted."""
+    """Return the output tokens per second. Accepted drafts end sequences sooner, so more prompts are computed."""
     tokens = tokens_per_verification(drafts, drafting.acceptance_rate)
     model, seconds, decoding = planner.step_model(num_r_workers), 0.0, 0.0
     for share, plain in planner.steps(in_flight, num_r_workers):

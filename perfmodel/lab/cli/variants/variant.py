@@ -61,7 +61,7 @@ class PlanCase:
             raise errors[0]
         best = max(cases, key=PlanCase._merit)
         asked = argparse.Namespace(**vars(best.args) | {"num_mini_batches": args.num_mini_batches})
-        return replace(best, args=asked)  # other variants choose their own mini-batches
+        return replace(best, args=asked)  # a feature that plans again may choose another number of mini-batches
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:
@@ -79,7 +79,7 @@ class PlanCase:
     def _with_more_r_workers(self) -> PlanCase:
         """Double the R-workers while that gives clearly more within the limits.
 
-        Shorter R-parts leave time for a larger batch, which R-workers that only keep up with the S-worker do not.
+        A shorter R-part leaves time for a larger batch; a balanced R-part, as long as the S-part, leaves none.
         """
         best = self
         while True:
@@ -124,7 +124,7 @@ class PlanCase:
         """
         if not self.keeps_limits:
             return False, 1.0 / self.plan.step_seconds
-        # Factor by which another number of mini-batches must give more
+        # Factor by which another number of mini-batches than two must raise ``worth``
         usual_bonus = 1.05
         return True, self.worth * (usual_bonus if self.plan.num_mini_batches == USUAL_MINI_BATCHES else 1.0)
 
@@ -150,12 +150,12 @@ class PlanCase:
 
 
 def _helps(more: PlanCase, best: PlanCase) -> bool:
-    """Return whether twice the R-workers bring a plan within, or nearer to, its limits, or give clearly more."""
+    """Return whether ``more``, with twice the R-workers of ``best``, is clearly nearer to the limits or worth more."""
     # Factor by which twice the R-workers must shorten steps that exceed the limits
     step_doubling = 1.1
     if not best.keeps_limits:
         return more.keeps_limits or more.plan.step_seconds * step_doubling < best.plan.step_seconds
-    # Factor by which twice the R-workers must give more within the limits
+    # Factor by which twice the R-workers must raise ``worth`` within the limits
     worth_doubling = 1.25
     return more.keeps_limits and more.worth > worth_doubling * best.worth
 
@@ -163,7 +163,7 @@ def _helps(more: PlanCase, best: PlanCase) -> bool:
 class Variant(Generic[Figures]):
     """A feature of planning. ``name``: the key of its figures in a plan's JSON.
 
-    Only ``figures`` is required. It returns the dataclass, or a tuple of them, that the other methods take.
+    Only ``figures`` is required. It returns a dataclass, or a tuple of dataclasses, that the other methods take.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Variant(Generic[Figures]):
         return iter(())
 
     def table(self, case: PlanCase, figures: Figures) -> Iterator[str]:
-        """Yield the lines of a table below the candidates."""
+        """Yield the lines of a table, printed below the plan's candidate numbers of R-workers."""
         return iter(())
 
     def s_flags(self, case: PlanCase, figures: Figures) -> Mapping[str, object]:
@@ -202,7 +202,7 @@ def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
     if args.model and args.gpu and not args.profile:
         shape, gpu = asked_shape(args), one_gpu_or_cpu(args.gpu, bool(args.quantization))
         number = fewest_gpus(shape, gpu) or 1
-        if number > 1:  # ranks cut plain weights
+        if number > 1:  # several ranks hold unpacked weights
             number = fewest_gpus(replace(shape, weight_bits=0.0), gpu) or 1
     return argparse.Namespace(**vars(args) | {"tensor_parallel_size": number})
 
@@ -249,12 +249,12 @@ def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Yield the flags with each side for latent absorption, the S-worker first."""
     is_open = args.latent_absorption == "auto"
     yield argparse.Namespace(**vars(args) | ({"latent_absorption": "s"} if is_open else {}))
-    if is_open and _knows_both(args):  # asked once the flags have proven right
+    if is_open and _knows_both(args):  # last: the first plan has checked the flags
         yield argparse.Namespace(**vars(args) | {"latent_absorption": "r"})
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Return whether the named or measured machine has times of both sides."""
+    """Return whether latent absorption has times on R-workers too, for the named or measured machine."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
