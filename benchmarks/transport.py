@@ -34,7 +34,7 @@ from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.r_worker.host import RWorkerSize
 from fastdecode.core.machine import mend_binding
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, WorkerPlan
-from fastdecode.kinds.dense import Dense
+from fastdecode.kinds.attending import Dense
 from fastdecode.kinds.layout import KVLayout
 
 NUM_LAYERS = 32

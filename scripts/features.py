@@ -188,7 +188,7 @@ def _refusals() -> dict[frozenset[str], str]:
 def _of_states() -> str:
     """Return the further refusals for a model with recurrent states."""
     found = []
-    kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0}
+    kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "r-workers", "keep_session": 9.0}
     alone = replace(LAYOUT, layers=LAYOUT.layers[1:])
     for settings, layout, on_gpu in (
         ({"state_on": "s"}, alone, False),

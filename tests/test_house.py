@@ -29,11 +29,11 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 39_900,
-    "lines of the product": 68_940,
+    "lines of the product": 69_150,
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 597,
+    "module constants": 599,
     "docstrings that are fragments": 18,
 }
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import model_zoo, r_workers
+from helpers import r_workers
 from helpers.engine_checks import assert_nothing_held
-from helpers.tiny_configs import tiny_config
+from helpers.tiny_hybrids import built
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.sworker.model.loader import auto_class
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +24,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokeniz
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a tiny Qwen3-Next for long texts and return its folder."""
-    config, root = tiny_config("qwen3_next"), tmp_path_factory.mktemp("kept")
-    config.max_position_embeddings = 4096
-    model = auto_class("qwen3_next").from_config(config, attn_implementation="eager", dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    model_zoo.randomised(model, 0.4, 0.15).save_pretrained(root)
+    root = tmp_path_factory.mktemp("kept")
+    built("qwen3_next", max_position_embeddings=4096).save_pretrained(root)
     return root
 
 

@@ -182,7 +182,7 @@ def test_no_more_states_are_kept_than_there_is_room_for(saved: Any) -> None:
     [
         ({"prefill_workers": "spawn:1"}, "prefill_workers: they send states to"),
         (
-            {"r_workers": "localhost:1", "session": "s", "journal": "j", "keep_session": 9.0},
+            {"r_workers": "localhost:1", "session": "s", "journal": "r-workers", "keep_session": 9.0},
             "keep_session: states that the S-worker keeps",
         ),
         (

@@ -91,7 +91,7 @@ class PoolMembers:
         """Return ``worker`` and its ``info``, joined with this process's keeper of recurrent states if there is one."""
         if not self._keeper or not self._parts:
             return worker, info
-        return self._keeper.pair(worker, self._parts), optional("state pairs").paired_info(info)
+        return self._keeper.pair(worker, info, self._parts)
 
     def _leave_unopened(self) -> None:
         """Close the pool after an R-worker could not be opened."""

@@ -10,17 +10,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.pool.remote_stores import RemoteJournal
 from fastdecode.cluster.pool.routed_rows import Arrays
+from fastdecode.cluster.pool.state_files import StateFiles
 from fastdecode.cluster.pool.worker import PoolWorker
 from fastdecode.cluster.r_worker.host import RWorkerSize, begin_step, block_bytes, end_step, make_rworker
 from fastdecode.core.auditing import AuditAnswer, AuditQuestion
+from fastdecode.core.held import HeldSequence
 from fastdecode.core.state_room import COUNTED_BLOCKS
-from fastdecode.core.types import RWorkerInfo, WorkerPlan, WorkerReport
+from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, Verb, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Weighing
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
@@ -77,23 +80,27 @@ class LayerParts:
 class StateKeeper:
     """Keeps up to ``most_states`` states beside each R-worker, on the S-worker's threads and cores.
 
-    The system commits memory when a sequence first gets a state.
+    The system commits memory when a sequence first gets a state. ``folder``: for files of states, if R-workers keep
+    their sequences for the next S-worker; else None.
     """
 
     most_states: int
     num_threads: int
     cores: tuple[int, ...]
+    folder: Path | None = None
 
-    def pair(self, worker: PoolWorker, parts: LayerParts) -> StatePair:
-        """Return the pair of ``worker``, an open R-worker for the attending layers, and a new cache of states."""
+    def pair(self, worker: PoolWorker, info: RWorkerInfo, parts: LayerParts) -> tuple[StatePair, RWorkerInfo]:
+        """Return the pair of an open ``worker`` for the attending layers and new states, and the pair's description.
+
+        ``info``: the description of ``worker``. The pair holds the sequences whose states were saved by an earlier
+        S-worker. Pairs park no prefixes.
+        """
         num_bytes = self.most_states * parts.state_bytes
-        size = RWorkerSize(num_bytes, self.num_threads, self.cores)
-        return StatePair(worker, parts, make_rworker(parts.states, TABLE_TOKENS, size))
-
-
-def paired_info(info: RWorkerInfo) -> RWorkerInfo:
-    """Return the description of a pair whose R-worker's description is ``info``. Pairs park no prefixes."""
-    return replace(info, state_blocks=COUNTED_BLOCKS, park_after=None)
+        states = make_rworker(parts.states, TABLE_TOKENS, RWorkerSize(num_bytes, self.num_threads, self.cores))
+        files = StateFiles(self.folder, info) if self.folder else None
+        pair = StatePair(worker, parts, states, files)
+        held = pair.resume(info.held, info.block_size)
+        return pair, replace(info, state_blocks=COUNTED_BLOCKS, park_after=None, held=held)
 
 
 class StatePair(PoolWorker):
@@ -103,14 +110,41 @@ class StatePair(PoolWorker):
     times cover only the attending layers.
     """
 
-    def __init__(self, r_worker: PoolWorker, parts: LayerParts, states: _rworker.RWorker) -> None:
+    def __init__(
+        self, r_worker: PoolWorker, parts: LayerParts, states: _rworker.RWorker, files: StateFiles | None = None
+    ) -> None:
         self.name, self.r_worker = r_worker.name, r_worker
-        self._parts, self._states = parts, states
+        self._parts, self._states, self._files = parts, states, files
         self._blocks_of_state = parts.blocks_of_state
         self._in_step = False
         self._is_done: dict[int, bool] = {}
 
+    def resume(self, held: Sequence[HeldSequence], block_size: int) -> tuple[HeldSequence, ...]:
+        """Load the saved states of the sequences ``held`` by the R-worker, and let it cut or release the sequences.
+
+        Return the sequences that both now hold, with equally many tokens.
+        """
+        kept = self._files.load(self._states, held, block_size) if self._files else []
+        lengths = {each.cache_id: each.num_tokens for each in kept}
+        controls = [
+            (
+                int(Verb.TRUNCATE if each.cache_id in lengths else Verb.RELEASE),
+                each.cache_id,
+                0,
+                lengths.get(each.cache_id, 0),
+            )
+            for each in held
+            if lengths.get(each.cache_id, 0) < each.num_tokens
+        ]
+        if controls:
+            self.r_worker.begin_step(WorkerPlan(np.array(controls, CONTROL), (np.zeros(0, SPAN),)))
+            self.r_worker.begun()
+            self.r_worker.abandon_step()
+        return tuple(kept)
+
     def begin_step(self, plan: WorkerPlan) -> None:
+        if self._files:
+            self._files.before_step(self._states, plan)
         self._is_done.clear()
         self.r_worker.begin_step(plan)
         begin_step(self._states, plan)
@@ -191,8 +225,13 @@ class StatePair(PoolWorker):
     def break_off(self) -> None:
         self.r_worker.break_off()
         self._states.close()
+        if self._files:
+            self._files.close()
+            self._files = None  # the next S-worker needs them
 
     def close(self) -> None:
         self._in_step = False
         self.r_worker.close()
         self._states.close()
+        if self._files:
+            self._files.remove_all()

@@ -17,8 +17,8 @@ HERE = "states that the S-worker keeps (state_on s)"
 CANNOT: dict[Way, str] = {
     "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
     "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
-    "states here, sessions": f"{HERE} end with it, and the next one cannot use keys and values without them; "
-    "give state_on r, or leave it out",
+    "states here, sessions": f"{HERE} reach the next one as files beside the journal, which R-workers cannot keep; "
+    "give journal as a folder, or state_on r",
     "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "
     "them; give state_on r, or leave it out",
     "states here, prefill workers": "they send states to R-workers; with state_on s the S-worker keeps them, "

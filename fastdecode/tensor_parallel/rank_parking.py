@@ -115,18 +115,21 @@ class RankParks:
         self._backend, self._parks = backend, parks
 
     def chains(self, worker: int, model: str) -> list[Chain]:
-        return self._do("chains", worker=worker, model=model)
+        found: list[Chain] = self._do("chains", worker=worker, model=model)
+        return found
 
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
     ) -> Parked:
         names = [name.hex() for name in superseded]
-        return self._do("park", worker=worker, sequence_id=sequence_id, chain=_told(chain), superseded=names,
-                        patience_ms=patience_ms)  # fmt: skip
+        told = {"worker": worker, "sequence_id": sequence_id, "chain": _told(chain), "superseded": names}
+        answer: Parked = self._do("park", **told, patience_ms=patience_ms)
+        return answer
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
-        return self._do("wake", worker=worker, sequence_id=sequence_id, num_blocks=num_blocks, name=name.hex(),
-                        patience_ms=patience_ms)  # fmt: skip
+        told = {"worker": worker, "sequence_id": sequence_id, "num_blocks": num_blocks, "name": name.hex()}
+        answer: Parked = self._do("wake", **told, patience_ms=patience_ms)
+        return answer
 
     def _do(self, what: str, **told: Any) -> Any:
         with interrupts_deferred():

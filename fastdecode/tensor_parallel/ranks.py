@@ -228,6 +228,11 @@ class Follower:
         if message.told["computes"]:
             self._computes[message.told["by"]].follow(step, message.told["overlap"])
 
+    def _park(self, message: Message) -> None:
+        if self._parks is None:
+            raise BackendError("this rank's R-workers have no disks that it can reach")
+        carry_out(self._parks, message.kind, message.told)
+
     _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {
         "step": _step,
         "abandon": lambda self, message: self._pool.abandon_step(),
@@ -239,7 +244,5 @@ class Follower:
         "import": lambda self, message: self._member.import_(**message.told),
         "weigh": lambda self, message: self._member.weigh(read_rows(message), self._s_worker.taps),
         "reserve": lambda self, message: self._member.reserve(read_step(message).to_step_plan()),
-        **dict.fromkeys(
-            ("chains", "park", "wake"), lambda self, message: carry_out(self._parks, message.kind, message.told)
-        ),
+        **dict.fromkeys(("chains", "park", "wake"), _park),
     }

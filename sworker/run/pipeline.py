@@ -238,7 +238,7 @@ class Pipeline:
         If no o is there, return the longest paused mini-batch; the caller then waits for its o.
         """
         waiting = [forward.mini_batch for forward in paused]
-        mini_batch = waiting[0] if self.in_order else self.staging.next_ready(waiting)
+        mini_batch = self.staging.next_ready(waiting[:1] if self.in_order else waiting)
         forward = next(forward for forward in paused if forward.mini_batch == mini_batch)
         paused.remove(forward)
         return forward

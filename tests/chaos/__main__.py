@@ -19,7 +19,10 @@ from typing import Any
 from chaos.configuration import KINDS, SMALL, Configuration, draw
 
 FAULTS = ("exception", "tokens", "sources", "audit", "blocks", "negative-free", "lost-count", "left", "hang")
-COUNTS = ("kills", "drains", "joins", "preemptions", "sequences", "tokens", "audited", "different", "missed")
+COUNTS = (
+    "kills", "drains", "joins", "preemptions", "woken", "not woken", "sequences", "tokens", "audited", "different",
+    "missed",
+)  # fmt: skip
 ROUND_SECONDS = 240
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from chaos.parking import draw_parking
 from fastdecode.core.errors import ConfigError
 
 SCHEDULES = ("sls", "stall-free", "fcfs", "request-level", "hybrid", "prefill-first")
@@ -52,7 +53,7 @@ They are: an engine over R-workers; two ranks; prefill workers; clients of ``fas
 SMALL = ("plain",)
 """Kinds of rounds that start no further process that imports torch."""
 
-OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers")
+OPTIONAL = ("kv_shard_tokens", "kv_replicas", "speculative_config", "prefill_workers", "park_dir")
 """Settings that are dropped one after another if the engine refuses them together."""
 
 LATEST = 0.7
@@ -135,6 +136,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
     settings |= _draw_integers(seed, kind)
+    settings |= draw_parking(seed, kind, settings, bool(hybrid))
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 
@@ -256,8 +258,9 @@ def accepted_settings(
                 raise
             refused(f"without {names[0]}: {error}")
             settings.pop(names.pop(0))
-            if "prefill_workers" not in settings:
-                settings.pop("prefill_threads", None)
+            for name, other in (("prefill_workers", "prefill_threads"), ("park_dir", "park_after")):
+                if name not in settings:
+                    settings.pop(other, None)
 
 
 REMOVES = {"kill": 1, "kill two": 2, "kill beside a drain": 2, "drain": 1, "terminate": 1}

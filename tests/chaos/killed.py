@@ -146,6 +146,8 @@ def _of_hybrid(
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 200))]
         params = {each: value for each, value in ask.params.items() if each != "structured_outputs"}
         found[key] = Ask(0, shared * (number % 2) + own, params, None)
+    if "prefill_workers" not in settings and rng.random() < 0.5:
+        more |= {"state_on": "s", "state_memory": "1GiB"}
     return kept | more, found
 
 
@@ -188,6 +190,8 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
         journal = {"journal": str(drawn.folder / "journal")}
         in_memory = (extra or {}).get("journal") == "r-workers"
         more = {**journal, **workers.settings(), **(extra or {})}
+        if in_memory:  # beside which no states are saved
+            more |= {"state_on": "auto", "state_memory": None}
         while found.counts["kills"] < most_kills and found.counts["failed"] < MOST_FAILED:
             had = _size(drawn.client)
             pid = _engine(drawn, more | {"tensor_parallel_size": num_ranks}, drawn.client)

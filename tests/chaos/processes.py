@@ -16,6 +16,7 @@ import psutil
 from helpers import r_workers
 from helpers.processes import alive
 
+from chaos.parking import disk_flags
 from fastdecode.engine.engine import LLMEngine
 
 END_SECONDS = 60.0
@@ -31,11 +32,11 @@ class Processes:
         self._by_name: dict[str, list[int]] = {}
         self._flags: tuple[str, ...] = ()
 
-    def listen(self, count: int, *flags: str) -> str:
+    def listen(self, count: int, *flags: str, place: Path | None = None) -> str:
         """Start ``count`` R-workers; return their addresses in the form of ``--r-workers``."""
         addresses = []
-        for _ in range(count):
-            process, address = self._cleanup.enter_context(r_workers.listening(*flags))
+        for number in range(count):
+            process, address = self._cleanup.enter_context(r_workers.listening(*flags, *disk_flags(place, number)))
             self._by_name[address] = [process.pid]
             addresses.append(address)
         return ",".join(addresses)

@@ -19,6 +19,7 @@ from helpers.prefill_workers import AnyParts
 
 from chaos.configuration import SPARSE, Ask, Configuration, accepted_settings
 from chaos.events import Events
+from chaos.parking import leave_prefixes, place_disks
 from chaos.processes import Leftovers, Processes
 from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode import RequestOutput, SamplingParams
@@ -92,18 +93,23 @@ class Round:
         drawn = self.drawn
         settings = self._accepted()
         settings |= drawn_audit(drawn)
+        disks = place_disks(settings, self._folder, self._cleanup)
         memory = cache_bytes(drawn, wanted, "kv_shard_tokens" in settings)
         flags = ("--kv-cache-memory", str(memory))
         if drawn.pool == "tcp":
-            settings |= {"r_workers": self._processes.listen(drawn.num_workers, *flags)}
+            settings |= {"r_workers": self._processes.listen(drawn.num_workers, *flags, place=disks)}
+            settings = {name: value for name, value in settings.items() if name not in ("park_dir", "park_after")}
         elif drawn.pool == "mpi":
             settings |= {"r_workers": "mpi"}
         else:
             settings |= {"r_workers": f"{drawn.pool}:{drawn.num_workers}", "kv_cache_memory": memory, "r_threads": 1}
         if drawn.pool in ("spawn", "tcp"):
             settings |= {"pool_listen": f"127.0.0.1:{free_port(settings.get('tensor_parallel_size', 1))}"}
-        engine = LLMEngine(engine_config(drawn, self._folder, **settings))
+        config = engine_config(drawn, self._folder, **settings)
         self.result.settings = str(settings)
+        if disks:
+            leave_prefixes(lambda: LLMEngine(config), self._add_all)
+        engine = LLMEngine(config)
         self._processes.find(engine, *flags)
         scheduler = engine.scheduler
         if engine.prefills:
@@ -113,6 +119,12 @@ class Round:
             scheduler.drafts.policy = AlwaysMost()
         self._watch_hopeless(engine)
         return engine
+
+    def _add_all(self, engine: LLMEngine) -> None:
+        """Give ``engine`` all requests of the round at once."""
+        for number, ask in enumerate(self.drawn.asks):
+            with contextlib.suppress(RequestError):  # too long for each of these R-workers
+                engine.add_request(str(number), prompt_of(ask), params_of(ask))
 
     def _accepted(self) -> dict[str, Any]:
         """Return the round's settings without those that are refused together."""
@@ -169,6 +181,8 @@ class Round:
             self.result.counts["events"] = len(events.log)
             self.result.counts["missed"] = len(events.left)
             self.result.counts["preemptions"] = engine.scheduler.statistics.preemptions
+            self.result.counts["woken"] = engine.scheduler.store.parked.counts.num_woken
+            self.result.counts["not woken"] = engine.scheduler.store.parked.counts.num_failed
 
     def _wait_for_ray(self, engine: LLMEngine, events: Events) -> None:
         """Wait until Ray has replaced the killed actors; then run the round once more."""

@@ -27,7 +27,9 @@ def built(model_type: str, **changes: int) -> Any:
     config = tiny_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model_zoo.WEIGHT_SEED)  # for decays, which keep the values that they begin with
+        model = auto_class(model_type).from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model_zoo.randomised(model, 0.4, 0.15)
 

@@ -186,7 +186,8 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
     room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
     cores = config.s_core_list or usable_cores()
     num_kept = config.max_num_seqs + room.kept
-    backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores)))
+    folder = Path(config.journal_folder, "states") if config.keep_session and config.journal_folder else None
+    backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores), folder))
     return room
 
 

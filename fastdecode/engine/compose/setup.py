@@ -170,7 +170,11 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ("copies", "kv_replicas", lambda config, _: config.kv_replicas > 1),
     ("audits", "audit", lambda config, _: config.audit > 0),
     ("gpu", "device", lambda _, on_gpu: on_gpu),
-    ("states here, sessions", "keep_session", lambda config, _: config.state_on == "s" and config.keep_session > 0),
+    (
+        "states here, sessions",
+        "keep_session",
+        lambda config, _: config.state_on == "s" and config.keep_session > 0 and config.journal_folder is None,
+    ),
     ("states here, parking", "park_dir", lambda config, _: config.state_on == "s" and config.park_dir is not None),
     (
         "states here, prefill workers",
