@@ -30,7 +30,7 @@ class Load:
     """The load of one step over all its mini-batches and R-workers. A mean step has fractions.
 
     The S-worker computes ``rows``. Only ``sampled`` of them attend on R-workers, and cost head and host time; the
-    others are prompts', which attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``,
+    other rows are of prompts and attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``,
     ``partials``: see ``RangeParts``. ``copied_rows``: rows that a second R-worker stores too.
     """
 

@@ -62,7 +62,7 @@ class SimulatedRequests:
             request.token_seconds = self._tokens.of(sequence_id)
 
     def begun(self, step: ScheduledStep, now_seconds: float) -> None:
-        """Note when prompts begin."""
+        """Record the start of requests whose prompts begin in ``step``."""
         if not (step.num_starts or step.prefills):
             return
         here = [each for mini_batch in step.mini_batches for each in mini_batch.prompts["sequence_id"].tolist()]
