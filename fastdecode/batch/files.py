@@ -23,7 +23,7 @@ class BatchInput:
         or that repeats a custom_id.
 
         Raises:
-          ConfigError: no regular file, not readable, or without a line that can be answered.
+          ConfigError: ``path`` is no regular file, cannot be read, or has no line that can be answered.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: must be a regular file: it is read twice")
@@ -63,8 +63,8 @@ class BatchOutput:
         """Open ``path``, or continue it if it exists. With ``retry_failed``, first remove answers that are errors.
 
         Raises:
-          ConfigError: no regular file, not writable, or it answers other requests than ``custom_ids`` or with another
-            model than ``model``. The file is then unchanged.
+          ConfigError: ``path`` is no regular file, cannot be written, or has answers to requests outside
+            ``custom_ids`` or of a model other than ``model``. The file is then unchanged.
         """
         self.done: set[str] = set()
         self.failed: set[str] = set()
@@ -95,10 +95,10 @@ class BatchOutput:
         self._file.close()
 
     def _read(self, path: str, custom_ids: set[str], model: str) -> int:
-        """Return the number of bytes of complete answers in the file, and count these answers."""
+        """Return the size in bytes of the file's complete answers; add their custom_ids to ``done`` and ``failed``."""
         keep = 0
         self._file.seek(0)
-        # Every answer begins with this; a file whose last, incomplete line begins otherwise is not cut
+        # An incomplete last line is cut off only if it begins like an answer: other programs' files stay whole
         half_written = b'{"id": "batch_req-'
         for number, text in enumerate(self._file, 1):
             if text.endswith(b"\n"):
@@ -149,12 +149,12 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Return whether both names mean the same model; a folder may be written in several ways."""
+    """Return whether both names mean the same model: equal names, or two paths of one folder."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """Replace the file by one without the answers to ``custom_ids``, once that is complete; return the new file."""
+    """Copy the file without the answers to ``custom_ids``, rename the copy to ``path``, and return the copy."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:

@@ -1,4 +1,4 @@
-"""The lines of OpenAI batch files, in and out. Their requests are those that the server accepts."""
+"""The lines of OpenAI batch files: requests as the server accepts them in the input, answers in the output."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def read_line(text: str | bytes, number: int) -> BatchLine:
 
 
 def read_request(line: BatchLine) -> Asked:
-    """Return the request of ``line``, all of whose fields are known.
-    Raise RequestError for an endpoint or a field that is unknown: a refusal now is better than hours of wrong work.
+    """Return the request of ``line``.
+    Raise RequestError for an unknown endpoint or field: a refusal now is better than hours of wrong work.
     """
     kinds: dict[str, type[Asked]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, RESPONSES: ResponsesRequest}
     kind = kinds.get(line.url) if isinstance(line.url, str) and line.method == "POST" else None
@@ -66,7 +66,7 @@ def read_request(line: BatchLine) -> Asked:
 
 
 def chat_asked(request: Asked) -> CompletionRequest | ChatRequest:
-    """Return a Responses request as the chat that answers it; other requests unchanged. Raise RequestError."""
+    """Return a Responses request as a chat, other requests unchanged. Raise RequestError for an invalid request."""
     return chat_of(request, messages_of(request.input)) if isinstance(request, ResponsesRequest) else request
 
 

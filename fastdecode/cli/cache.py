@@ -63,7 +63,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_drop(args: argparse.Namespace) -> int:
-    """Delete the parked files that ``args.names`` lists, those --unused for so many seconds, or --all."""
+    """Delete the parked files in ``args.names``, or all; with --unused SECONDS only files unused for that long."""
     if not (args.names or args.all or args.unused is not None):
         raise ConfigError("cache drop: name files, or give --unused SECONDS or --all")
     num_bytes = count = 0

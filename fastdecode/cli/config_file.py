@@ -33,7 +33,7 @@ def with_file(words: Sequence[str], actions: Actions) -> tuple[list[str], frozen
 
 
 def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return ``words`` without ``--config FILE``, and the path FILE; None in place of FILE without that flag."""
+    """Return ``words`` without ``--config FILE``, and the path FILE; None as the path if there is no --config."""
     line, path, rest = [], None, list(words)
     while rest:
         word = rest.pop(0)

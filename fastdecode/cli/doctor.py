@@ -262,7 +262,7 @@ def _check(address: str, key_file: str | None, security: str | None, hosts: list
         f"R-worker {address}: {info.num_threads} thread(s), {info.isa}, reads {info.read_gb_per_s:.1f} GB/s; "
         f"round trip {seconds * 1e6:.0f} µs, link {rate:.2f} GB/s"
     )
-    # Seconds of an empty step above which the link slows every layer noticeably
+    # If an empty step takes longer, the link slows every layer noticeably
     slow_seconds = 2e-3
     slow_gb_per_s = 1.0
     if seconds > slow_seconds or rate < slow_gb_per_s:

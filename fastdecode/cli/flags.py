@@ -71,7 +71,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field of ``EngineConfig``, and vLLM's flags without effect."""
+    """Add one flag per field of ``EngineConfig``, and vLLM's engine flags that FastDecode has no setting for."""
     parser.add_argument(
         CONFIG, metavar="FILE", help="YAML file with flags of this command; flags on the command line override them"
     )
@@ -144,7 +144,7 @@ def add_worker_flags(parser: argparse.ArgumentParser, listen: str) -> None:
 
 
 def model_words(words: Sequence[str]) -> list[str]:
-    """Return those of the S-worker's command-line ``words`` that its prefill workers need too: about the model."""
+    """Return those flags in the S-worker's ``words`` that prefill workers need too: about the model, and --seed."""
     known = {flag_of(each.name): each for each in fields(EngineConfig) if each.name in (*PREFILL_MODEL, "seed")}
     found: list[str] = []
     for index, word in enumerate(words):
@@ -242,7 +242,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _translated(name: str, text: str) -> Any:
-    """Return the value ``text`` of flag ``name`` in our spelling, if it is in vLLM's."""
+    """Translate the value ``text`` of flag ``name`` from vLLM's spelling; return FastDecode's own unchanged."""
     try:
         return translate(name, text)
     except ConfigError as error:

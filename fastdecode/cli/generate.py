@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the SamplingParams fields that ``args`` give, over ``defaults``, the model's own."""
-    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed is the engine's seed
+    """Return ``defaults``, the model's sampling fields, overridden by the sampling flags in ``args``."""
+    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed seeds the engine, not a request
     return defaults | {name: value for name, value in vars(args).items() if name in names and value not in (None, [])}
 
 

@@ -87,7 +87,7 @@ def _r_worker(manifest: str, plan: PodPlan) -> str:
 
 
 def _after(manifest: str, line: str, *more: str) -> str:
-    """Return YAML ``manifest`` with ``lines`` inserted after ``line``, which must occur once."""
+    """Return YAML ``manifest`` with the lines ``more`` inserted after ``line``, which must occur once."""
     return _filled(manifest, re.escape(line) + r"(?=\n|$)", "\n".join((line, *more)).replace("\\", r"\\"))
 
 

@@ -178,13 +178,13 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
 
 
 def _security(command: Sequence[str]) -> str:
-    """Return " --security LEVEL" for R-workers, with the level in the S-worker's ``command``; "" without one."""
+    """Return " --security LEVEL" as in the S-worker's ``command``, for R-workers; "" if ``command`` has no level."""
     words = [word for each in command for word in each.split("=", 1)]
     return f" --security {shlex.quote(words[words.index('--security') + 1])}" if "--security" in words[:-1] else ""
 
 
 def _oversubscribed(hosts: list[HostSlots]) -> bool:
-    """Return whether ``hosts`` put more processes on this machine than it has cores. Others cannot be inspected."""
+    """Return whether ``hosts`` put more processes on this machine than it has cores. Other hosts are not checked."""
     here = {"localhost", os.uname().nodename, os.uname().nodename.partition(".")[0]}
     return sum(host.slots for host in hosts if host.name in here) > len(usable_cores())
 

@@ -48,7 +48,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
 
 
 def split_roles(hosts: Sequence[HostSlots]) -> tuple[str, tuple[HostSlots, ...]]:
-    """Split ``hosts`` into the S-worker's host and the R-workers' hosts. The S-worker takes one slot of the first."""
+    """Split ``hosts`` into the S-worker's host (one slot of the first host) and the R-workers' hosts (other slots)."""
     first, *others = hosts
     left = [HostSlots(first.name, first.slots - 1)] if first.slots > 1 else []
     if not left and not others:
@@ -150,7 +150,7 @@ def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpi
 
 
 def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
-    """Return the mpiexec command of MPICH for ``job``, with the hosts in it: MPICH's hostfiles differ in format."""
+    """Return the mpiexec command of MPICH for ``job``. It lists the hosts: MPICH cannot read Open MPI's hostfiles."""
     slots = {job.s_host: 1}
     for host in (*job.r_hosts, *job.p_hosts):
         slots[host.name] = slots.get(host.name, 0) + host.slots

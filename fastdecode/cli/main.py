@@ -54,7 +54,7 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. A command ends as on Ctrl-C, and prints the figures it has."""
+    """SIGTERM arrived. The command ends as on Ctrl-C, and prints its partial results."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     if words and words[0] in {name.split()[0] for name in COMMANDS} - {name.split()[0] for name in here}:
         parser.error(f"{words[0]} is not in fastdecode-r-worker: in another environment, pip install fastdecode")
     _check_command(parser, words, here)
-    # Commands whose modules are in the lab, which no serving process imports
+    # Commands whose modules are in perfmodel.lab, which no serving process imports
     lab = ("bench", "calibrate", "plan", "validate", "simulate")
     for name in [name for name in here if list(words[: name.count(" ") + 1]) == name.split()] or here:
         package = "fastdecode.perfmodel.lab.cli" if name.split()[0] in lab else "fastdecode.cli"
@@ -122,7 +122,7 @@ def _make_outputs_take_all() -> None:
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  (to the end)
         elif getattr(stream, "errors", None) in ("strict", "surrogateescape"):
-            with contextlib.suppress(OSError):  # fails if a pipe has replaced the file that Python found
+            with contextlib.suppress(OSError):  # fails if the stream was a file at startup and is a pipe now
                 stream.reconfigure(errors="replace")
 
 
@@ -156,7 +156,7 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
 def _signals_raise() -> Iterator[None]:
     """Within the context, raise KeyboardInterrupt on Ctrl-C, unless Ctrl-C was ignored, and Terminated on SIGTERM.
 
-    SIGTERM calls the handler of SIGINT, which the engine replaces while nothing may interrupt it.
+    SIGTERM calls the present handler of SIGINT: the engine sets its own while nothing may interrupt the engine.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

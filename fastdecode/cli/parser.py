@@ -159,7 +159,7 @@ def _line(parser: Parser, action: argparse.Action, width: int) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split help ``text`` into the text before its last brackets and the default in them, up to a colon."""
+    """Split help "TEXT (DEFAULT: note)" into "TEXT" and "(DEFAULT)"; the latter is "" without final parentheses."""
     match = re.fullmatch(r"(.*?)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", " ".join(text.split()))
     if not match:
         return text, ""

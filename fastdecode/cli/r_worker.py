@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resources(args: argparse.Namespace) -> Resources:
-    """Return the resources that the flags ``args`` set; None for those that they leave open.
+    """Return the resources that the flags ``args`` set; None for each resource that no flag sets.
 
     A ConfigError names the flag.
     """
@@ -130,7 +130,7 @@ def _serve_parent(args: argparse.Namespace, resources: Resources) -> int:
 
 
 def _serve_job(args: argparse.Namespace, resources: Resources) -> int:
-    """Serve as a rank of an MPI job. Checks of this machine precede MPI_Init, so that a failure ends the job."""
+    """Serve as a rank of an MPI job. This checks the machine before MPI_Init, so that a failed check ends the job."""
     from fastdecode.cluster.r_worker.host import take_host
     from fastdecode.cluster.wire.handshake import read_security
 

@@ -1,4 +1,4 @@
-"""``fastdecode run-batch``: answers an OpenAI batch file line by line. A restart continues where it stopped."""
+"""``fastdecode run-batch``: answers an OpenAI batch file. A restarted run skips the requests that have answers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ OF_REQUESTS = (
 class Rules:
     """The rules by which ``run-batch`` reads requests.
 
-    ``names``: accepted model names; any if empty. The rest: chat template arguments, and the syntax in which the
-    model writes its answers.
+    ``names``: accepted model names; any if empty. ``template``: chat template arguments. ``readings``: the syntax in
+    which the model writes its answers.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Rules:
 
 @dataclass
 class Running:
-    """A line of the batch file that the engine works on: engine request ids, one per prompt, with finished outputs."""
+    """A batch line in the engine. ``outputs``: by engine request id, one per prompt; None until it has finished."""
 
     line: BatchLine
     request: Asked
@@ -139,7 +139,7 @@ def _answer_all(
     waiting: Iterator[BatchLine] = (line for line in batch if line.custom_id not in output.done)
     running: dict[str, Running] = {}
     rules = Rules.of(settings, engine.s_model.tokenizer)
-    # Queued requests per running one: enough for the scheduler to plan, without reading the whole file
+    # Requests in the engine per sequence that may run at once: enough to queue, without reading the whole file
     queued_per_seat = 2
     most = queued_per_seat * engine.config.max_num_seqs
     with progress_bar(len(batch.custom_ids), "req", desc="Requests", initial=len(output.done)) as bar:

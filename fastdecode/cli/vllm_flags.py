@@ -27,14 +27,14 @@ def add_shortcuts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's server flags without effect."""
+    """Add vLLM's server flags that FastDecode has no setting for."""
     add_foreign_flags(parser, OF_SERVERS)
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
     """Add vLLM's flags, hidden from help, except those that the command defines itself; return their names."""
     added = []
-    # argparse's nargs, by how many words follow a flag
+    # argparse's nargs by ``Foreign.values``, which says how many words follow a flag
     nargs = {"many": "*", "maybe": "?"}
     for each in foreign.values():
         flags = [flag for flag in (flag_of(each.name), *each.shorts) if flag not in parser._option_string_actions]

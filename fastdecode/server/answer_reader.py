@@ -41,8 +41,8 @@ class AnswerReader(Protocol):
 class AnswerReading:
     """How the server splits a request's answers into content, reasoning and tool calls.
 
-    ``forced``: calls that ``tool_choice`` forces; None for a free text. ``tools``: functions a free text may call, with
-    chats' schemas; None if it may call none. ``prompt``: the end of the prompt, which may open a block of reasoning.
+    ``forced``: calls that ``tool_choice`` forces; None for a free text. ``tools``: a chat's tools that a free text may
+    call; None if calls are not allowed. ``prompt``: the end of the prompt, which may open a block of reasoning.
     ``syntax``: None if all text is content.
     """
 
@@ -118,7 +118,7 @@ class ParsedReader:
         return [*found, *self._shown(self._take_wrapper()), *filter(None, [self._content.end()])]
 
     def _begin(self, text: str, finished: bool) -> bool:
-        """Return whether ``text`` suffices to tell if the answer starts with the mark that opens reasoning."""
+        """Return whether ``text`` suffices to tell if the answer starts with the delimiter that opens reasoning."""
         if self._num_read:
             return True
         begun = text.lstrip()[: len(self._opening)]
@@ -141,7 +141,7 @@ class ParsedReader:
         return []
 
     def _shown(self, text: str) -> list[Piece]:
-        """Return ``text`` as content, without a preceding wrapper of tool calls that held no calls."""
+        """Return ``text`` as content, after the held-back text of a wrapper for tool calls that held no calls."""
         if self._wrapper and not text.strip():
             self._wrapper += text
             return []
@@ -217,7 +217,7 @@ class ParsedReader:
 
 
 class _Text:
-    """A growing text. Drops line breaks next to the syntax's marks, and white space between two marks."""
+    """A growing text. Drops line breaks next to the syntax's delimiters, and white space between two delimiters."""
 
     def __init__(self, after_mark: bool = False) -> None:
         self._blanks, self._after_mark, self._has_text = "", after_mark, False
@@ -233,7 +233,7 @@ class _Text:
         return shown
 
     def mark(self) -> str:
-        """Handle a mark: return the held-back white space before this mark that must be shown."""
+        """Handle a delimiter: return the held-back white space before this delimiter that must be shown."""
         left = self._blanks.rstrip("\n") if self._has_text else ""
         self._blanks, self._after_mark, self._has_text = "", True, False
         return left

@@ -24,9 +24,9 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """How the answers of one request look, for a chat or a completion.
 
-    ``return_token_ids``: include token ids. ``echoes``: the prompts that completions repeat first; ``only_echoes``:
-    no tokens follow. ``reading``: how to split a chat's text. ``tells_thoughts``: include reasoning in a chat's
-    message.
+    ``return_token_ids``: include token ids. ``echoes``: the prompts, if completions begin with them. ``only_echoes``:
+    completions have nothing else. ``reading``: how to split a chat's text. ``tells_thoughts``: include reasoning in
+    a chat's message.
     """
 
     chat: bool
@@ -47,7 +47,7 @@ class AnswerForm:
         return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}"
 
     def shown(self, output: RequestOutput) -> RequestOutput:
-        """Return ``output`` as clients see it: without its one token if only the prompt was requested."""
+        """Return ``output`` as clients see it: without the one generated token if they requested only the prompt."""
         return replace(output, outputs=[each.cut() for each in output.outputs]) if self.only_echoes else output
 
     def finish_reason(self, reason: str | None, has_called: bool) -> str | None:
@@ -95,7 +95,7 @@ def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: 
 
 
 def is_refusal(reason: str) -> bool:
-    """Return whether the engine's ``reason`` means that the request itself allowed the completion no further token."""
+    """Return whether ``reason`` blames the request: its own constraints allowed the completion no further token."""
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 

@@ -1,4 +1,4 @@
-"""One API request, running or ended: its body, the form of its answer, and its exchange."""
+"""One API request, running or ended: its body, the form of its answer, and its exchange with the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESS
 class ApiRequest:
     """One API request.
 
-    ``messages``: for a response, its conversation without instructions, which a later response may continue.
+    ``messages``: the conversation of a Responses request, without instructions; a later request may continue it.
     """
 
     asked: Asked
@@ -73,7 +73,7 @@ class ApiRequest:
 
 
 def chat_meant(asked: Asked, messages: list[dict[str, Any]]) -> ChatRequest | CompletionRequest:
-    """Return ``asked`` as a chat or completion request. ``messages``: a response's conversation; else unused."""
+    """Return ``asked`` as a chat or completion request. ``messages``: a Responses request's conversation."""
     if isinstance(asked, ResponsesRequest):
         return chat_of(asked, messages)
     return chat_of_messages(asked) if isinstance(asked, MessagesRequest) else asked
@@ -84,7 +84,7 @@ def form_of(
     echoes: Sequence[str] = (), created: int | None = None, tokenizer: Tokenizer | None = None,
     reading: AnswerReading | None = None, sources: SourceForm | None = None,
 ) -> AnswerForm | ResponseForm | MessageForm:  # fmt: skip
-    """Return how to write the answer to ``asked``. ``chat``: the same request as ``chat_meant`` returned it."""
+    """Return how to write the answer to ``asked``. ``chat``: the result of ``chat_meant`` for ``asked``."""
     created = int(time.time()) if created is None else created
     if isinstance(asked, MessagesRequest):
         return MessageForm(model, answer_id, reading or AnswerReading(), created, sources or SourceForm())

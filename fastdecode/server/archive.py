@@ -1,4 +1,4 @@
-"""How clients find earlier requests: by name, by the last event of a stream, or as a stored response."""
+"""Finds earlier requests for clients: by name, by the last event of a stream, or as a stored response."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Archive:
         return found
 
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
-        """Return a response's messages (without instructions) and its chat; [] and ``asked`` for other requests."""
+        """Return a Responses request's messages without instructions, else []; and ``asked`` as chat or completion."""
         if not isinstance(asked, ResponsesRequest):
             return [], chat_meant(asked, [])
         if self.keeper is None:
@@ -67,7 +67,7 @@ class Archive:
         return found
 
     async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
-        """Return the request whose stream sent event ``last_event_id``, and the event's place in it. Raise ApiError."""
+        """Return the request whose stream sent ``last_event_id``, and the place in that stream. Raise ApiError."""
         answer_id, _, place = last_event_id.rpartition(":")
         if self.keeper is None:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")

@@ -55,7 +55,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def mended_escapes(text: str) -> str:
-    """Return the JSON ``text`` with escapes of lone surrogates replaced by others of the same length."""
+    """Return the JSON ``text`` with each escape of a lone surrogate replaced by that of U+FFFD, which is as long."""
     if "\\u" not in text:
         return text
     escapes = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")
@@ -63,7 +63,7 @@ def mended_escapes(text: str) -> str:
 
 
 def num_mended(text: str) -> int:
-    """Return how many characters of the growing JSON ``text`` ``mended_escapes`` can treat, whatever follows them."""
+    """Return the length of the growing JSON ``text``, without an escape at its end that may be incomplete."""
     begun_escape = re.compile(f"(?:{_HIGH})?" + r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
     found = begun_escape.search(text, max(0, len(text) - 12))
     return found.start() if found else len(text)
@@ -125,7 +125,7 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return the value of a Python literal; true, false and null count too. Raise ValueError for other nodes."""
+    """Return the value of a Python literal; true, false and null are accepted too. Raise ValueError for other nodes."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]

@@ -16,10 +16,10 @@ MOST_HEADER_BYTES = 64 << 10
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection that closes if a header, or the client's reading of an answer, takes over ``timeout_seconds``.
+    """A connection that closes if a header, or the client's reading of an answer, exceeds ``timeout_seconds``.
 
-    Routes limit the time of bodies, since they know their sizes. A header, with trailers of a chunked body, has at most
-    MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
+    Routes limit the time of request bodies, whose sizes they know. A header, with trailers of a chunked body, has at
+    most MOST_HEADER_BYTES. Offers of another protocol (``Upgrade``) are ignored, as RFC 9110 allows.
     """
 
     timeout_seconds: ClassVar[float] = 30.0
@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop that limit, since the client reads again."""
+        """Stop the time limit that ``pause_writing`` started, since the client reads again."""
         self._disarm()
         super().resume_writing()
 

@@ -15,7 +15,7 @@ class RWorkerState:
 
     ``kv_load``: KV tokens attended in the last step, and its limit (None: no limit). ``busy_seconds``,
     ``transfer_seconds``: time in the last step. ``parked_bytes``: parked sessions on its disk; None without a disk.
-    ``faulty``: it is gone, since an audit found it at fault.
+    ``faulty``: the engine dropped it, since an audit found it at fault.
     """
 
     name: str
@@ -36,7 +36,7 @@ class RWorkerState:
 class EngineState:
     """The engine after a step. ``seconds``: when the step ended, on the clock ``time.perf_counter``.
 
-    Its numbers of running and waiting requests count sequences.
+    ``num_running`` and ``num_waiting`` count sequences, not API requests.
     """
 
     seconds: float
@@ -59,8 +59,8 @@ class EngineState:
 class SessionState:
     """The session of an engine with a journal.
 
-    ``name``: "" if unnamed. ``epoch``: how many engines have had the session. The rest: bytes of the journal, and
-    seconds that steps have waited for the journal.
+    ``name``: "" if unnamed. ``epoch``: how many engines have owned the session. ``journal_seconds``: time that
+    steps have waited for the journal.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The engine in its own thread. The event loop submits exchanges, and gets outputs once per step."""
+"""The engine in its own thread. The event loop submits exchanges (API requests), and gets outputs once per step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Call:
 
 
 class EngineThread:
-    """Runs an ``LLMEngine`` that is made, used and closed in one thread, which owns its cores and threads.
+    """Makes, uses and closes an ``LLMEngine`` in one thread, which owns the engine's cores and threads.
 
     ``start`` loads the engine. The other methods are for the event loop and never wait. ``observer`` sees every step.
     """
@@ -68,7 +68,7 @@ class EngineThread:
     def start(self) -> LLMEngine:
         """Load the engine in its thread, wait until it is loaded, and return it. Raise what loading raises.
 
-        Only constant parts of the returned engine may be used here.
+        The caller may use only the engine's constant parts, since the engine runs in its own thread.
         """
         self._thread.start()
         try:
@@ -85,7 +85,7 @@ class EngineThread:
     def _interrupt_loading(self) -> None:
         """Raise KeyboardInterrupt in the engine's thread too, at its next line of Python.
 
-        Ctrl-C and SIGTERM reach only the main thread, and R-workers that are to join may never come.
+        Ctrl-C and SIGTERM reach only the main thread, and loading may wait forever for R-workers to join.
         """
         ident = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
@@ -196,7 +196,7 @@ class EngineThread:
         self.observer.after_step(engine, outputs)
 
     def _send(self, found: dict[str, RequestOutput | Exception]) -> None:
-        """Pass the outputs ``found`` to the event loop. Newer outputs replace older ones that it has not yet taken."""
+        """Pass the outputs ``found`` to the event loop. Newer outputs replace those not yet delivered."""
         with self._lock:
             self._outbox |= found
             if self._delivering:

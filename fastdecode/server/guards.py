@@ -30,7 +30,7 @@ REQUEST_ID = b"x-request-id"
 class KeyGuard:
     """Answers 401 without the API key, except for the health check and the live page.
 
-    That page is empty until its stream fills it, which needs the key.
+    The live page is empty until its stream fills it, and the stream needs the key.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class HeadAsGet:
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     """Return ``app`` with the cross-origin rules of ``settings``. Raise ConfigError for malformed lists.
 
-    If no origins are given, any page may use a server without a key that only this machine reaches.
+    Without ``allowed_origins``, any web page may use a server that needs no key and listens on loopback only.
     """
     is_open = is_loopback(settings.host) and not settings.api_keys
     origins = _read("allowed_origins", settings.allowed_origins, ANY if is_open else ())

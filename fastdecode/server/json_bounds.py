@@ -86,7 +86,7 @@ def with_whole_numbers(body: Mapping[str, Any], kind: type[msgspec.Struct]) -> d
 def _int_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     told = msgspec.inspect.type_info(kind)
     fields = told.fields if isinstance(told, msgspec.inspect.StructType) else ()
-    # Fields of any type in which numbers are token ids
+    # Fields of type Any whose numbers are token ids
     any_ints = frozenset({"prompt"})
     return frozenset(each.encode_name for each in fields if _takes_ints(each.type) or each.name in any_ints)
 

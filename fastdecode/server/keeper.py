@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """A request in memory. ``is_written``: the store has its answer. ``is_deleted``: a client has deleted it."""
+    """A request in memory. ``is_written``: its answer needs no further write. ``is_deleted``: it was deleted."""
 
     request: ApiRequest
     has_ended: bool = False
@@ -51,12 +51,12 @@ class _Stored:
 class Keeper:
     """Keeps each request until ``reconnect_seconds`` after its client has left.
 
-    ``settings`` bound how many answers of stored requests stay longer. The event loop calls the keeper; ``store`` is
-    called in its own thread, in order.
+    Answers that clients asked to store stay longer, within the limits of ``settings``. The event loop calls the keeper,
+    and the keeper calls ``store`` in the store's own thread, in order.
     """
 
     def __init__(self, store: RequestStore, settings: ServerSettings, release: Callable[[Exchange], None]) -> None:
-        """``release``: lets the engine abort what is left of an exchange."""
+        """``release``: makes the engine abort an exchange's unfinished requests."""
         self._store, self._settings, self._release = store, settings, release
         self._most_bytes = min(parse_bytes("stored_bytes", settings.stored_bytes), store.most_bytes)
         self._held: dict[str, _Held] = {}
@@ -112,7 +112,7 @@ class Keeper:
         await self._write(self._store.write, request.kept())
 
     def left(self, request: ApiRequest) -> None:
-        """Start the waiting time of ``request`` once no client reads it: a client has left, or there never was one."""
+        """Start the reconnect timeout of ``request``, unless it has a client, a background run or a pending write."""
         held = self._held.get(request.answer_id)
         if held is None or self._closing or request.exchange.num_readings:
             return

@@ -97,7 +97,7 @@ def decoded(data: bytes, where: object) -> KeptRequest | None:
 class RequestStore(Protocol):
     """Stores API requests beside a journal. Methods are called in ``thread``, in order, and may raise OSError.
 
-    ``most_bytes``: most bytes of stored answers; math.inf if only settings limit them.
+    ``most_bytes``: the store's own limit of the bytes of stored answers; math.inf for none.
     """
 
     thread: Executor

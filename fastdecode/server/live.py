@@ -146,13 +146,13 @@ def look(observer: EngineWatch, now: float) -> dict[str, Any]:
 
 
 def _recent(steps: Sequence[TimedStep], now: float, running: bool) -> list[TimedStep]:
-    """Return the steps that ended in the WINDOW_SECONDS before ``now``, and the last step while sequences run."""
+    """Return the steps of the WINDOW_SECONDS before ``now``; if there are none, the last step while sequences run."""
     recent = [step for step in steps if step.end_seconds > now - WINDOW_SECONDS]
     return recent or list(steps[-1:] if running else ())
 
 
 def _span(steps: Sequence[TimedStep], now: float) -> float:
-    """Return the seconds to average rates over: from the start of ``steps`` to ``now``, at least WINDOW_SECONDS."""
+    """Return the seconds to average rates over: from the start of ``steps[0]`` to ``now``, at least WINDOW_SECONDS."""
     began = (step.end_seconds - step.record.wall_seconds for step in steps[:1])
     return max([WINDOW_SECONDS, *(now - each for each in began)])
 

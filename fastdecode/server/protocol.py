@@ -27,7 +27,7 @@ Messages = Annotated[list[dict[str, Any]], Meta(max_length=1 << 14)]
 
 
 class StreamOptions(msgspec.Struct):
-    """``include_usage``: send the token counts in a last chunk. ``continuous_usage_stats``: in every chunk."""
+    """``include_usage``: send the token counts in a last chunk. ``continuous_usage_stats``: send them in each chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -64,7 +64,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
 class GenerationRequest(SampledRequest, kw_only=True):
     """Fields that completions and chats share.
 
-    ``guided_json`` and similar ones are vLLM's older names of ``structured_outputs``.
+    The ``guided_…`` fields are vLLM's older names for the keys of ``structured_outputs``.
     """
 
     stream_options: StreamOptions | None = None

@@ -39,7 +39,7 @@ class Readings:
         self._special_tokens: Mapping[str, int] = tokenizer.special_tokens
 
     def of(self, request: ChatRequest | CompletionRequest, prompts: Sequence[PromptTokens]) -> AnswerReading:
-        """Return the reading for answers to ``request``. Raise RequestError if it forces impossible tool calls."""
+        """Return how to split answers to ``request``. Raise RequestError if it asks to force impossible tool calls."""
         if not isinstance(request, ChatRequest):
             return AnswerReading()
         forced, syntax = forced_calls_of(request), self._syntax_for(request)
@@ -57,7 +57,7 @@ class Readings:
         )
 
     def sampling_params(self, request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return ``defaults`` overridden by the request's fields, with the special tokens shown that reading needs."""
+        """Return ``defaults`` overridden by the request's fields; show the special tokens that delimit its answers."""
         syntax = self._syntax_for(request) if isinstance(request, ChatRequest) else None
         if syntax and isinstance(request, ChatRequest):
             markers = (syntax.with_calls if _may_call(request) else syntax.without).markers

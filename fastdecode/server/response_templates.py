@@ -1,4 +1,4 @@
-"""Chooses the response template that parses a model's answers: the tokenizer's own, or one of the table."""
+"""Chooses the response template that parses a model's answers: the tokenizer's, or one in response_templates.json."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How a model writes answers. ``with_calls``: its syntax if tools are offered; ``without``: if calls are text.
+    """How a model writes answers. ``with_calls``: the syntax if tools are offered. ``without``: calls stay text.
 
-    ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: length of ids of
-    calls, for chat templates that need a length; 0 for any.
+    ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: length of tool
+    call ids, for chat templates that need a fixed one; 0 for any.
     """
 
     with_calls: AnswerTemplate
@@ -31,7 +31,7 @@ class AnswerSyntax:
     id_length: int = 0
 
     def for_request(self, offers_tools: bool) -> AnswerSyntax | None:
-        """Return this syntax; None if an answer to such a request can only be content."""
+        """Return this syntax; None if answers can only be content. ``offers_tools``: the request offers tools."""
         return None if self.without.is_plain and not offers_tools else self
 
     def is_told(self, prompt: str) -> bool:
@@ -50,7 +50,7 @@ def answer_syntax(
     """Return the syntax of a model with ``chat_template``. If transformers lacks the parser, log that and return None.
 
     ``header``: text that the chat template writes before an answer. ``own``: the tokenizer's response template,
-    used before the table's unless a parser is named. Raise ConfigError for an unknown name or an invalid template.
+    preferred to the JSON file's unless a parser is named. Raise ConfigError for an unknown name or an invalid template.
     """
     if not has_parser():
         logger.warning(
@@ -76,7 +76,7 @@ def answer_syntax(
 
 
 def _before_thoughts(header: str, thoughts: Mapping[str, Any]) -> str:
-    """Return ``header`` up to its first mark of ``thoughts``, the syntax of reasoning."""
+    """Return ``header`` up to the first delimiter of reasoning. ``thoughts``: the syntax of reasoning."""
     field = thoughts.get("fields", {}).get("reasoning_content", {})
     given = [field.get(name, []) for name in ("open", "close")]
     marks = [mark for each in given for mark in ([each] if isinstance(each, str) else each)]

@@ -105,8 +105,8 @@ def _call_item(part: CallPart, answer: str) -> Event:
 class GrowingResponse:
     """The events of one stream: ``begin``, ``grow`` with each output, ``end`` with the last.
 
-    Items follow one another: reasoning, a message, calls. A message begins with the stream if nothing else can come,
-    else with its first text.
+    Items follow one another: reasoning, a message, calls. The message begins with the stream if no other item can
+    come, else with the message's first text.
     """
 
     def __init__(self, form: ResponseForm) -> None:
@@ -128,8 +128,8 @@ class GrowingResponse:
     def grow(self, completion: CompletionOutput) -> Iterator[Event]:
         """Yield events for the new text and tool calls in ``completion``.
 
-        Each token has its own events. So a stream that is read again has the same events, even if outputs come in other
-        pieces.
+        Each token has its own events. So a stream that is read again has the same events, even if each output then
+        has a different number of new tokens.
         """
         for count in range(self._num_grown + 1, len(completion.tokens)):
             yield from self._grow(completion.after(count))

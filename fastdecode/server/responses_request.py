@@ -40,8 +40,8 @@ class TextConfig(msgspec.Struct):
 class ResponsesRequest(SampledRequest, kw_only=True):
     """``input``: text, or a list of messages, function calls and their outputs. ``tools``: functions only.
 
-    ``store``, ``background`` and ``previous_response_id`` need a server that keeps requests. Others store nothing, and
-    refuse the latter two. ``conversation``, ``prompt`` and ``truncation`` are refused by name.
+    ``store``, ``background`` and ``previous_response_id`` need a server with --journal. Other servers store
+    nothing, and refuse the latter two. No server supports ``conversation``, ``prompt`` and ``truncation``.
     """
 
     input: str | Messages

@@ -58,8 +58,8 @@ class _Server(uvicorn.Server):
     """uvicorn's server with an orderly end: accepted requests may finish, and new ones get 503."""
 
     def __init__(self, service: Service, config: EngineConfig, settings: ServerSettings) -> None:
-        # Seconds that an idle connection stays open: more than clients keep theirs (httpx 5, aiohttp 15, nginx 60),
-        # since a request is lost if the server closes the connection while the client sends it
+        # Longer than clients keep an idle connection open (httpx 5 s, aiohttp 15 s, nginx 60 s):
+        # a request is lost if the server closes the connection while the client sends the request
         keep_alive_seconds = 75
         super().__init__(
             uvicorn.Config(
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Resume the previous server's unfinished requests, and announce that requests are welcome."""
+        """Resume the previous server's unfinished requests, and print that the server is ready."""
         self._service.restore()
         await super().startup(sockets)
         service, settings = self._service, self._settings

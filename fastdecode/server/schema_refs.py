@@ -79,7 +79,7 @@ class _Places:
 
 
 def _mapped(node: Schema, change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Return ``node`` with each direct subschema replaced by ``change(subschema, path)``, ``path`` from ``node``."""
+    """Return ``node`` with each direct subschema replaced by ``change(subschema, its path from node)``."""
     found: dict[str, Any] = {}
     # Keywords whose value maps names to schemas
     by_name = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
@@ -115,7 +115,7 @@ def _step(name: str) -> str:
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``tools`` with schemas that only say each argument's types, references resolved, for answer parsers."""
+    """Return ``tools`` for answer parsers: schemas have only each argument's types, with references resolved."""
     found = []
     for tool in tools:
         function = tool.get("function")

@@ -31,7 +31,7 @@ def parser_names(kind: str) -> list[str]:
 
 
 def check_parser_names(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    """Raise ConfigError for a name that is not in the table."""
+    """Raise ConfigError for a name that ``parser_names`` does not list."""
     for kind, name in (("tools", tool_call_parser), ("reasoning", reasoning_parser)):
         if name and name not in parser_names(kind):
             flag = "tool_call_parser" if kind == "tools" else "reasoning_parser"
@@ -42,7 +42,7 @@ def check_parser_names(tool_call_parser: str | None, reasoning_parser: str | Non
 
 
 def entry_of(kind: str, name: str | None, chat_template: str) -> dict[str, Any]:
-    """Return the entry of parser ``name``, else the first entry whose texts are in ``chat_template``, else {}."""
+    """Return the entry of parser ``name``; without a name, the first entry that recognizes ``chat_template``, or {}."""
     for entry in _table()[kind]:
         suits = any(all(text in chat_template for text in texts) for texts in entry["recognized_by"])
         if (name in entry["names"]) if name else suits:
@@ -244,7 +244,7 @@ class ServerSettings:
         return self.default_chat_template_kwargs | ({} if template is None else {"chat_template": template})
 
     def read_chat_template(self) -> str | None:
-        """Return the text of ``--chat-template``; None if unset. Raise ConfigError if it is no file and no template."""
+        """Return the text of ``--chat-template``; None if unset. Raise ConfigError for an unreadable file."""
         given = self.chat_template
         if given is None or "{" in given:
             return given

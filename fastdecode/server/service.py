@@ -102,7 +102,7 @@ class Service:
         """Check the request ``asked``, queue it for the engine, and return it. The caller must call ``leave`` for it.
 
         ``num_bytes``: size of its body. ``headers``: may name its trace and, if requests are kept, the request itself.
-        A second equal request of that name gets the running one. Raise ApiError, RequestError or ConfigError.
+        If an equal request of that name is kept, return it instead. Raise ApiError, RequestError or ConfigError.
         """
         arrival_seconds = time.perf_counter()
         self.check_open()
@@ -117,7 +117,7 @@ class Service:
         self._num_sequences += num_sequences
         try:
             found = await self.off_loop(num_bytes, self.model.reader.read, chat)
-            if chat is asked:  # in other APIs the token limit is only a bound, and may exceed the room
+            if chat is asked:  # the other APIs allow a token limit beyond the model's length
                 self.model.reader.check_room(chat, found)
             await self._prepare(params)
         except BaseException:
@@ -203,7 +203,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
-        """Read the vocabulary for structured outputs before a request needs it, if their library is installed.
+        """Read the vocabulary that structured outputs need before a request comes, if the grammar library is installed.
 
         This holds up all threads, and so all streams.
         """

@@ -56,7 +56,7 @@ class PromptPlaces:
         return found
 
     def of(self, source: AttentionSource) -> dict[str, Any]:
-        """Return the message index and character range that block ``source`` covers; None for both after the prompt."""
+        """Return the message index and character range of block ``source``; both None for a block after the prompt."""
         if source.first >= len(self.token_ids):
             return {"message": None, "characters": None}
         places = self._spelled[1]
@@ -84,7 +84,7 @@ class SourceForm:
         ]
 
     def beside(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> dict[str, Any]:
-        """Return the result of ``of`` as a dict under its field's name; {} if sources were not requested."""
+        """Return the sources as the answer's field ``attention_sources``; {} if sources were not requested."""
         found = self.of(completion, start, choice)
         return {} if found is None else {"attention_sources": found}
 

@@ -30,7 +30,7 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Sends the answer to ``request``, whole or as a stream; subclasses set the form. ``last``: ends each stream."""
+    """Sends the answer to ``request``, whole or as a stream, in a subclass's form. ``last``: the end of a stream."""
 
     last = b""
 
@@ -116,7 +116,7 @@ class GenerationResponse(Response):
 
 
 class TextResponse(GenerationResponse):
-    """Sends a completion's or chat's answer. A stream may continue ``after`` a place that ``TextStreamPlace`` names."""
+    """Sends a completion's or chat's answer. ``after``: the ``TextStreamPlace.name`` after which a stream continues."""
 
     last = b"data: [DONE]\n\n"
 
@@ -178,10 +178,10 @@ class TextResponse(GenerationResponse):
 
 
 class TextStreamPlace:
-    """How much of a stream of ``choices`` a client has. Its ``name`` is the event id that Last-Event-ID repeats.
+    """A place in a stream: what a client has of each choice. Its ``name`` is the event id that Last-Event-ID repeats.
 
-    The name is "all" after the token counts. Otherwise it has, for each choice, separated by commas, the tokens sent
-    for it, with a "." once the choice has ended; "-" before the choice's first chunk.
+    The name is "all" after the token counts. Before, it lists for each choice, separated by commas, the number of
+    tokens sent, with a "." once the choice has ended; "-" before the choice's first chunk.
     """
 
     def __init__(self, form: AnswerForm, num_choices: int, name: str | None = None) -> None:

@@ -17,7 +17,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The calls that a request forces: one of function ``name``; if that is None, one or several of offered functions.
+    """The calls that a request forces: one of function ``name``; if ``name`` is None, one or several of any functions.
 
     ``form``: constrains the text to a named function's arguments, or else to a list of {"name", "parameters"}.
     """
@@ -80,12 +80,12 @@ def _check_mapping(value: Any, name: str) -> None:
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Return the constraint of ``schema``, without unlisted keys or white space, which some models repeat forever."""
+    """Return ``schema`` as a constraint without unlisted keys and white space: some models repeat these forever."""
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
 def _any_of(functions: Mapping[str, Mapping[str, Any]], parallel: bool) -> StructuredOutputsParams:
-    """Return the constraint of a list of calls. Each function's schema is a definition, which references name."""
+    """Return the constraint of a list of calls. Each call refers to its function's schema in ``$defs``."""
     schemas = enumerate(functions.values())
     definitions = {f"{number}": localized(schema, f"#/$defs/{number}") for number, schema in schemas}
     calls = [
@@ -151,7 +151,7 @@ def _next_call(text: str, start: int) -> tuple[str, str, int] | None:
 
 
 def _cut_call(text: str, start: int) -> tuple[str, str, int] | None:
-    """Return name, partial arguments and end offset of the truncated call at offset ``start``; None without a name."""
+    """Return name, partial arguments and end offset of the truncated call at ``start``; None if the name is cut."""
     if not text.startswith('{"name":', start):
         return None
     try:
