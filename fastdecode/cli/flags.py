@@ -50,7 +50,7 @@ def add_flags(group: Any, kind: type, names: Iterable[str], **changes: dict[str,
 
 
 def add_placing_flags(group: Any, unset: str) -> None:
-    """Add ``--kv-shard-tokens`` and ``--kv-replicas``. ``unset``: help text about the default shard length."""
+    """Add ``--kv-shard-tokens`` and ``--kv-replicas``. ``unset``: help text for the default of the former."""
     add_flags(group, EngineConfig, PLACING, kv_shard_tokens={"unset": unset})
 
 

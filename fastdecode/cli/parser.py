@@ -142,7 +142,7 @@ def _short_help(parser: Parser) -> str:
 
 
 def _line(parser: Parser, action: argparse.Action, width: int) -> str:
-    """Return the help line of ``action``: flag, value, and help cut to ``width`` columns. The default stays whole."""
+    """Return the help line of ``action``: flag, value, and help cut to ``width`` columns; the default is not cut."""
     formatter = argparse.HelpFormatter(parser.prog)
     longs = [each for each in action.option_strings if each.startswith("--")]
     names = ", ".join([each for each in action.option_strings if each not in longs[1:]]) or _positional(action)

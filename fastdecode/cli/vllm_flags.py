@@ -32,7 +32,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign: Mapping[str, Foreign]) -> list[str]:
-    """Add vLLM's flags, hidden from help, except those that the command defines itself; return their names."""
+    """Add vLLM's flags, hidden from help, except those that the command defines itself; return the added names."""
     added = []
     # argparse's nargs by ``Foreign.values``, which says how many words follow a flag
     nargs = {"many": "*", "maybe": "?"}

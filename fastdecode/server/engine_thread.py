@@ -155,9 +155,9 @@ class EngineThread:
             self._tell_the_end()
 
     def _read_inbox(self, engine: LLMEngine) -> bool:
-        """Process the submissions, releases and calls in the inbox; wait for one if idle. Return False to stop."""
+        """Process submissions, releases and calls in the inbox; an idle engine waits for one. Return False to stop."""
         wait = not engine.has_unfinished_requests()
-        # How often an idle engine looks for R-workers that have come or gone
+        # Seconds after which an idle engine looks for R-workers that have come or gone
         idle_seconds = 1.0
         while True:
             try:

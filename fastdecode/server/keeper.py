@@ -172,7 +172,7 @@ class Keeper:
         self.left(held.request)
 
     def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
-        """Record that the store holds the answer with ``num_bytes`` bytes; None if writing it failed."""
+        """Count the stored answer's ``num_bytes`` (None: writing failed); delete the oldest answers above limits."""
         if held.is_deleted:
             return
         held.is_written = True

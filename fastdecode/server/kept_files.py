@@ -56,8 +56,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 class KeptRequest(msgspec.Struct):
     """A request as stored: its body, the token ids and texts of its prompts, and a response's ``messages``.
 
-    ``outputs`` and, if requested, ``prompt_logprobs``: an entry per prompt, set at the end. ``failure``: why a request
-    failed. ``created``: when the request arrived, in Unix seconds.
+    ``outputs`` and, if requested, ``prompt_logprobs``: an entry per prompt, set at the request's end. ``failure``: why
+    a request failed. ``created``: when the request arrived, in Unix seconds.
     """
 
     answer_id: str
@@ -122,7 +122,7 @@ class KeptFiles:
     most_bytes: float = math.inf
 
     def __init__(self, journal: str) -> None:
-        """Take over the folder in ``journal`` from a previous server, if any. Raise OSError."""
+        """Take over the folder in ``journal`` from a previous server, if any. Raise OSError on failure."""
         self.thread: Executor = ThreadPoolExecutor(1, "requests")
         folder = re.compile(r"requests-([0-9]{1,18})")
         found = [(int(match[1]), path) for path in Path(journal).iterdir() if (match := folder.fullmatch(path.name))]

@@ -31,7 +31,7 @@ class LogprobForm:
     hidden: frozenset[int] = frozenset()
 
     def of_chat(self, completion: CompletionOutput, start: int = 0) -> list[dict[str, Any]]:
-        """Return a chat's object per token from number ``start`` on, with the likeliest tokens at its position."""
+        """Return a chat's object per token from index ``start`` on, with the likeliest tokens at its position."""
         return [
             {
                 **self._chat_logprob(token_id, found[token_id]),
@@ -108,7 +108,7 @@ def logprob_form(tokenizer: Tokenizer | None, params: SamplingParams) -> Logprob
 
 
 def chosen(completion: CompletionOutput, start: int = 0) -> Chosen:
-    """Return the tokens of ``completion`` from number ``start`` on, with log-probabilities."""
+    """Return the tokens of ``completion`` from index ``start`` on, with log-probabilities."""
     return list(zip(completion.tokens[start:], (completion.all_logprobs or ())[start:], strict=False))
 
 

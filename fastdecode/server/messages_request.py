@@ -120,7 +120,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a user message's ``blocks`` as chat messages of tools and of the user. Join adjacent texts."""
+    """Return a user message's ``blocks`` as chat messages of the roles tool and user. Join adjacent texts."""
     found: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":

@@ -38,7 +38,7 @@ class EngineWatch:
         self.after_step(engine, [])
 
     def after_step(self, engine: LLMEngine, outputs: Sequence[RequestOutput]) -> None:
-        """Update the state, in the engine's thread, after each step and now and then while it is idle."""
+        """Update the state in the engine's thread, after each step and every second while the engine is idle."""
         now = time.perf_counter()
         records, self._new[:] = list(self._new), []
         self.steps.extend(TimedStep(now, record) for record in records)

@@ -53,7 +53,7 @@ class PromptReader:
             )
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Return the token ids of a text or a conversation. Raise RequestError."""
+        """Return the token ids of a text or a conversation. Raise RequestError for an invalid one."""
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages")
         if request.messages is None:
@@ -62,7 +62,7 @@ class PromptReader:
         return self._encode_chat(request.messages, **template_arguments(request))
 
     def count(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a conversation. Raise RequestError."""
+        """Return the number of tokens of a conversation. Raise RequestError for an invalid one."""
         return len(self._encode_chat(request.messages, **template_arguments(request)))
 
     def texts(self, found: Sequence[PromptTokens]) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, defaults: Mapping[
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return the request's chat template arguments except its messages. Raise RequestError for an invalid one."""
+    """Return the request's chat template arguments except its messages. Raise RequestError for a bad argument."""
     if request.continue_final_message and request.add_generation_prompt and request.messages:
         raise RequestError("continue_final_message needs add_generation_prompt false")
     more = request.chat_template_kwargs or {}

@@ -57,7 +57,7 @@ class Readings:
         )
 
     def sampling_params(self, request: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return ``defaults`` overridden by the request's fields; show the special tokens that delimit its answers."""
+        """Return ``defaults`` overridden by the request's fields; keep the tokens that delimit reasoning or calls."""
         syntax = self._syntax_for(request) if isinstance(request, ChatRequest) else None
         if syntax and isinstance(request, ChatRequest):
             markers = (syntax.with_calls if _may_call(request) else syntax.without).markers

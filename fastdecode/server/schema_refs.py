@@ -130,7 +130,7 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _types(schema: Any, whole: Schema, hops: int = 0) -> list[str]:
-    """Return the JSON type names that ``schema`` allows, [] if it names none. ``whole``: the schema it is part of."""
+    """Return the JSON type names that ``schema`` allows, [] if it names none. ``whole``: contains ``schema``."""
     if not _is_map(schema) or hops > _MOST_HOPS:
         return []
     schema = _followed(schema, whole)

@@ -252,7 +252,7 @@ class Service:
         return ApiRequest(asked, exchange, self._form(asked, chat, exchange, kept.created), kept.messages)
 
     async def _prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of ``params`` in this thread, since all streams would wait if the engine compiled it."""
+        """Compile the grammar of ``params`` in the grammar thread: all streams would wait if the engine compiled it."""
         if params.structured_outputs and self._grammars:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._grammars.prepare, params.structured_outputs)

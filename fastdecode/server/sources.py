@@ -32,7 +32,7 @@ class PromptPlaces:
 
     @cached_property
     def _spelled(self) -> tuple[str, np.ndarray]:
-        """The prompt's text; and each token's first character, then the text's length: int64 [num_tokens + 1]."""
+        """The prompt's text, and int64 [num_tokens + 1]: each token's first character, then the text's length."""
         spell = {each: self.tokenizer.token_bytes(each) for each in set(self.token_ids)}
         spelling = b"".join(spell[each] for each in self.token_ids)
         begins = (np.frombuffer(spelling, np.uint8) & 0xC0) != 0x80  # True at the first byte of a UTF-8 character
@@ -74,7 +74,7 @@ class SourceForm:
     num_samples: int = 1
 
     def of(self, completion: CompletionOutput, start: int = 0, choice: int = 0) -> list[Any] | None:
-        """Return the sources of each token of ``choice`` from number ``start`` on; None if not requested."""
+        """Return the sources of each token of ``choice`` from index ``start`` on; None if not requested."""
         if completion.all_sources is None:
             return None
         prompt = self.prompts[min(choice // self.num_samples, len(self.prompts) - 1)]

@@ -31,7 +31,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
     def form(self) -> StructuredOutputsParams | None:
-        """Return the constraint for SamplingParams; None for a free text. Raise RequestError for wrong schemas."""
+        """Return the constraint; None for a free text. Raise RequestError for a missing, second or needless schema."""
         beside = None if self.schema is None else JsonSchema(self.name, self.schema, strict=self.strict)
         if beside and self.json_schema:
             raise RequestError("response_format: schema and json_schema exclude each other: give one")

@@ -17,7 +17,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The calls that a request forces: one of function ``name``; if ``name`` is None, one or several of any functions.
+    """The calls that a request forces: one of function ``name``; if ``name`` is None, calls of any offered functions.
 
     ``form``: constrains the text to a named function's arguments, or else to a list of {"name", "parameters"}.
     """
@@ -80,7 +80,7 @@ def _check_mapping(value: Any, name: str) -> None:
 
 
 def _compact(schema: Mapping[str, Any]) -> StructuredOutputsParams:
-    """Return ``schema`` as a constraint without unlisted keys and white space: some models repeat these forever."""
+    """Return the constraint of ``schema``; forbid unlisted keys and white space, which some models repeat forever."""
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 

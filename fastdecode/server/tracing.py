@@ -23,7 +23,7 @@ LAST_SPANS_SECONDS = 5.0
 class RequestTracer:
     """Sends spans to a collector from a thread of its own. Spans are dropped if the collector cannot be reached.
 
-    Only the event loop calls it. OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME (fastdecode),
+    Only the event loop calls it. OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME (default: fastdecode),
     OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and so on.
     """
 
