@@ -1,6 +1,7 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor. The callers pass the timed calls as callables.
+Each measurement alternates with an anchor, a short call that shows the machine's present speed. The callers pass the
+timed calls as callables.
 """
 
 from __future__ import annotations

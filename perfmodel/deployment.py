@@ -26,7 +26,7 @@ class Deployment:
     ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
     ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker processes that
     share the model, each with ``s_threads`` and ``num_r_workers``, all on ``cores`` cores of this machine.
-    ``longest_context``: contexts of a model with an index spread evenly up to this length; 0: rows read all tokens.
+    ``longest_context``: with an index, contexts are spread evenly up to this length; 0: rows read all tokens.
     """
 
     s_threads: int

@@ -54,7 +54,7 @@ def balanced_r_workers(
     the paper, every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
     ``call_seconds``, and each of its rows ``row_seconds``.
 
-    ``stage_seconds``: T(B), or the transport's seconds if they overlap and are longer. Raise PlanError if the
+    ``stage_seconds``: T(B), or the transport's seconds if the transport overlaps and is slower. Raise PlanError if the
     indivisible part (a shared prefix, the fixed cost of a call) alone takes longer.
     """
     indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
@@ -92,7 +92,7 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:
-    """Return E(k, α) = (1 - α^(k+1)) / (1 - α): accepted draft tokens of k, and the token after them.
+    """Return E(k, α) = (1 - α^(k+1)) / (1 - α): the expected accepted tokens of k drafts, plus the token after them.
 
     Each draft is accepted with probability α if its predecessors are: Leviathan et al., "Fast Inference from
     Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. With α = 1
@@ -111,7 +111,7 @@ def roofline_step_seconds(
     flops_per_second: float,
     bytes_per_second: float,
 ) -> float:
-    """Return the least seconds of a decode step of ``batch_size`` sequences; give the rates of all chips together.
+    """Return the least seconds of a decode step of ``batch_size`` sequences; the rates are of all chips together.
 
     batch·KV/bandwidth + max(2·batch·parameters/FLOPs, parameter bytes/bandwidth): "All About Transformer Inference"
     (part 7 of the scaling book), "Theoretical Step Time (General)".
@@ -124,7 +124,7 @@ def roofline_step_seconds(
 def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_bytes_per_sequence: float) -> int:
     """Return how many sequences' KV caches fit in ``memory_bytes`` together with the weights.
 
-    Return 0 if the weights alone do not fit ("What about memory?").
+    Return 0 if the weights alone do not fit ("All About Transformer Inference", "What about memory?").
     """
     return max(math.floor((memory_bytes - parameter_bytes) / kv_bytes_per_sequence), 0)
 
@@ -150,8 +150,8 @@ def token_budget(
 ) -> int:
     """Return τ, in tokens: the largest multiple of ``tile_tokens`` whose step takes at most ``target_seconds``.
 
-    ``target_seconds`` is the time between tokens. ``step_time`` must not fall with more tokens. A PlanError says by how
-    much one tile is too slow.
+    ``target_seconds`` is the time between tokens. ``step_time`` must not fall with more tokens. Raise PlanError if
+    one tile is already too slow.
     """
     if tile_tokens < 1 or most_tokens < tile_tokens:
         raise ConfigError(f"a tile of {tile_tokens} tokens and at most {most_tokens} leave no budget")

@@ -141,7 +141,7 @@ def parse_link(text: str) -> float:
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
     """Return the KV bytes per second that attention on ``cores`` cores processes. ``group``: query heads per KV head.
 
-    Between measured groups, interpolate on logarithms. Beyond the largest, time grows in proportion to the group.
+    Rates between measured groups are interpolated on logarithms. Beyond the largest group, time is in proportion to it.
     """
     # KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, from docs/performance.md. The core partly
     # waited for memory, so more is possible; AVX-512 was never timed.

@@ -101,7 +101,7 @@ class PlanPoint:
 class ContentionPoint:
     """How many times slower each side is while the other works on this machine's other cores.
 
-    ``num_kv_heads``: of the cache that the R-worker reads. The more bytes the R-worker reads, the more it slows S.
+    ``num_kv_heads``: of the cache that the R-worker reads. An R-worker that reads more slows the S-worker more.
     """
 
     s_threads: int

@@ -205,7 +205,7 @@ def _weight_bits(config: Mapping[str, Any]) -> float:
 
 
 def _max_context(config: Mapping[str, Any]) -> int:
-    """Return the longest context in ``config``, in tokens, with rotary scaling; 0 if ``config`` names none."""
+    """Return the longest context in ``config``, in tokens, extended by rotary scaling; 0 if ``config`` names none."""
     contexts = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
     longest = next((config[key] for key in contexts if isinstance(config.get(key), int)), 0)
     scaling = config.get("rope_scaling") or {}
@@ -238,7 +238,7 @@ def _dense_layers(config: Mapping[str, Any]) -> int:
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
-    """Return the number of KV heads. Falcon's new architecture has groups of queries, whatever ``multi_query`` says."""
+    """Return the number of KV heads. Falcon's new architecture has several, even with ``multi_query``."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
     return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads

@@ -184,7 +184,7 @@ class ModelSizes:
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     def _of_mlps(self, parameters: int) -> int:
-        """Return the MLP parameters of the mean layer: layers with an MLP have ``parameters`` and the shared MLP."""
+        """Return the mean layer's MLP parameters if an MLP has ``parameters``, with those of the shared MLP."""
         shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
         return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 

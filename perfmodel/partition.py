@@ -1,4 +1,4 @@
-"""Cuts a prompt into parts for a chain of prefill workers: evenly, by the model, by search, or from a table.
+"""Cuts a prompt into parts for a chain of prefill workers: evenly, by predicted times, by search, or from a table.
 
 The names are the KV-Runahead paper's: KVR-E, KVR-S and KVR-P. Parts are the rows of each worker in order. They cover
 the prompt exactly, and none is empty if there are enough tokens.
@@ -38,7 +38,7 @@ def of_fractions(num_tokens: int, fractions: Sequence[float]) -> Parts:
 def closed_form(
     model: PrefillTimes, num_tokens: int, num_workers: int, speeds: Sequence[float] = (), context_len: int = 0
 ) -> Parts:
-    """Return the parts that, by ``model``, all workers finish at the same time; computed in closed form.
+    """Return the parts that all workers finish at the same time according to ``model``, in closed form.
 
     After a prefix of c tokens, one layer takes W(e) = a'·e + b·e²/2 seconds for the first e tokens, with a' = a + b·c:
     a is a row's products, b a pair. Part i takes w_i: W at its end minus W at its start. Worker i begins its first
@@ -63,7 +63,7 @@ def closed_form(
 
 
 def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
-    """Return parts as :func:`closed_form` does, by bisecting F over the model's seconds, with tiles and fixed costs."""
+    """Return parts that all workers finish at the same time F, found by bisection, with tiles and fixed costs."""
     delays = _delays(model, num_tokens, num_workers, [1.0] * num_workers, 0)
 
     def filled(end_seconds: float) -> Parts:
@@ -133,7 +133,7 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
-    """Return cuts near ``cuts`` that no grid of ``stride`` over neighbouring cuts improves. ``seconds``: their time."""
+    """Return cuts near ``cuts`` that no grid of ``stride`` over neighbouring cuts improves. ``seconds`` times cuts."""
     # Cuts that one grid moves together; with more workers, grids of neighbouring cuts take turns
     cuts_together = 3
     groups = [

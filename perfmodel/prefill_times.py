@@ -55,7 +55,7 @@ def triangle_pairs(rows: int, tile_rows: int) -> float:
 
 @dataclass(frozen=True)
 class PrefillLink:
-    """The link from one prefill worker to the next. It sends one layer after another while both compute."""
+    """The link from one prefill worker to the next. It sends one layer after another while both workers compute."""
 
     bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
@@ -103,7 +103,7 @@ class PrefillTimes:
     """Times of prefill workers. Methods take the relative speed of each worker as an argument.
 
     ``kv_bytes``: of one token's keys and values in one layer. ``stored_kv_bytes``: of a prefix token, sent in the
-    R-workers' form; None for ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
+    R-workers' form; None: ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
     k and v). ``job_seconds``: once per prompt, from the S-worker and back.
     """
 
@@ -195,7 +195,7 @@ class PrefillTimes:
         return self.link.seconds(rows * self.kv_bytes + context_len * stored)
 
     def _arrivals(self, sends: Sequence[float], busy_seconds: float) -> list[float]:
-        """Return the seconds at which the next worker has each layer, which was ready to send at ``sends``."""
+        """Return the seconds at which the next worker has each layer's keys and values, ready at ``sends``."""
         free, arrivals = 0.0, []
         for ready in sends:
             free = max(free, ready) + busy_seconds
@@ -206,9 +206,9 @@ class PrefillTimes:
 def chain_traffic_tokens(parts: Sequence[int], context_len: int = 0) -> int:
     """Return how many tokens' keys and values cross the chain's links per layer: equations 6, 7 for uneven parts.
 
-    Worker i sends all up to its end, so the sum is Σ_{i<p} end_i. Even parts give n·(p − 1)/2, half of TSP's. All
-    but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the first one do
-    not count.
+    Worker i sends all up to its part's end, so the sum is Σ_{i<p} end_i. Even parts give n·(p − 1)/2, half of TSP's.
+    All workers but the last also pass a prefix of c tokens on, c·(p − 1) more. The c tokens from the R-worker to the
+    first one do not count.
     """
     return sum(list(itertools.accumulate(parts))[:-1]) + context_len * (len(parts) - 1)
 

@@ -71,8 +71,8 @@ class HardwareProfile:
     ) -> MeasuredSPart:
         """Return the measured S-part T(B) at ``threads`` per rank, for the layers of ``shape`` (None: the profile's).
 
-        ``threads``: None for the most that were measured. ``shape`` may have other KV heads. Time is scaled by the
-        layers' parameters.
+        ``threads``: None for the most that were measured. ``shape`` may have other KV heads. Times are scaled by
+        the number of the layers' parameters.
         """
         of_ranks = [point for point in self.s_part if point.tensor_parallel_size == num_ranks]
         if self.s_part and not of_ranks:
@@ -102,7 +102,7 @@ class HardwareProfile:
 
         The slowest measured R-worker counts unless ``r_worker`` names one. An R-worker with the heads of one of
         ``num_ranks`` takes a share of the time per token and row, but the whole time per call. Each rank reads latent
-        rows whole, so a measurement with its number of heads is needed.
+        rows whole, so a measurement with the rank's number of heads is needed.
         """
         shape = shape or self.shape
         own = rank_shape(shape, num_ranks)

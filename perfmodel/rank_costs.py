@@ -36,7 +36,7 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """``size`` ranks, all connected to each other by ``link``; None for one rank."""
+    """``size`` ranks, all connected to each other by ``link`` (None for one rank)."""
 
     size: int = 1
     link: PeerLink | None = None
@@ -147,5 +147,5 @@ def gpu_peer_link(gpu: Gpu) -> PeerLink:
 
 
 def network_peer_link(bytes_per_second: float) -> PeerLink:
-    """Return a link between hosts with this rate."""
+    """Return a link between hosts that sends ``bytes_per_second``."""
     return PeerLink("network", Figure(bytes_per_second, PEER_EFFICIENCY, False, "as given"), NETWORK_STEP_SECONDS)

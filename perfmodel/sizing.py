@@ -101,7 +101,7 @@ class Workload:
 
     @property
     def rows_per_output_token(self) -> float:
-        """Rows that the S-worker computes per output token: one, and its share of the uncached prompt."""
+        """Rows that the S-worker computes per output token: one decode row, and a share of the uncached prompt."""
         if self.remote_prompts:
             return 1.0
         return 1.0 + (self.prompt_len - self.shared_prefix_len) / self.output_len

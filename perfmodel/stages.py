@@ -32,7 +32,7 @@ class Stages:
 
 
 class SPart(Protocol):
-    """The interface to the times of the S-part. Neither time may fall with more rows."""
+    """The interface to the times of the S-part. The times of a layer and of the head may not fall with more rows."""
 
     def layer_seconds(self, rows: float) -> float:
         """Return T(B): everything of one layer except attention, for ``rows`` tokens."""
@@ -71,9 +71,9 @@ class GpuSPart:
 class MeasuredSPart:
     """The S-part as measured at a few batch sizes, linear in between.
 
-    Below the smallest size its time applies (loading the weights); above the largest its time per row does
-    (arithmetic). So both ends err towards slow. ``layer_seconds_at``, ``head_seconds_at``: seconds at ``batch_sizes``,
-    ascending.
+    Below the smallest size, its seconds apply (loading the weights); above the largest, its seconds per row
+    (arithmetic). Both ends thus overestimate the time. ``layer_seconds_at``, ``head_seconds_at``: seconds at
+    ``batch_sizes``, ascending.
     """
 
     batch_sizes: tuple[int, ...]
@@ -191,7 +191,7 @@ class Transport:
 
     ``row_bytes``: q, k, v and o of one row and layer, both directions together, as the paper counts them.
     ``hop_bytes_per_second``: each hop's rate; () means no cost. ``latency_seconds``: of one round trip.
-    ``overlapped``: the hops work while S and R do; otherwise the slower of the two also waits for them.
+    ``overlapped``: the hops work while S and R do; otherwise the slower of S and R also waits for the hops.
     """
 
     row_bytes: float = 0.0
@@ -227,7 +227,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times slower each side is while the other works; 1 if they share nothing.
+    """How many times slower each side is while the other works; 1 if the sides share nothing.
 
     If S and R take turns on the same cores, both slowdowns are 2, and :meth:`together` sums their seconds.
     """

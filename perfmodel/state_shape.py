@@ -82,7 +82,7 @@ class StateShape:
         )  # fmt: skip
 
     def row_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of a token's row to an R-worker in one layer: channels, and decays and rates as float32."""
+        """Return the bytes of a token's row sent to an R-worker in one layer: channels; decays and rates as float32."""
         if self.by_channel:
             return (self.wide + self.channels) * item_bytes + 4 * self.wide
         return self.channels * item_bytes + (self.heads * (self.decays + 1) * 4 if self.key_dim else 0)

@@ -40,7 +40,7 @@ class StatesHere:
 
     @staticmethod
     def of_bandwidth(shape: ModelShape, bytes_per_second: float, memory_bytes: float) -> StatesHere:
-        """Return the states' costs from the rate of memory, of which ``memory_bytes`` are for states."""
+        """Return the states' costs from the memory's rate. ``memory_bytes``: memory for states."""
         size = shape.state_bytes_per_sequence
         return StatesHere(2.0 * size / shape.num_layers / bytes_per_second, 0.0, max(memory_bytes, 0.0) // size)
 

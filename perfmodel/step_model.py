@@ -106,7 +106,7 @@ class StepModel:
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
-        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; the first of equals."""
+        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; of equals the first."""
         bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 
@@ -160,7 +160,7 @@ class StepModel:
 
 
 class MeasuredStepTime:
-    r"""Answers ``StepTime`` from measured steps: linear in between, and the last line extended."""
+    r"""Answers ``StepTime`` from measured steps: it interpolates linearly, and extends the last line beyond."""
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
         """``tokens``: ascending, at least two. ``seconds``: of steps of as many rows, without cached tokens."""

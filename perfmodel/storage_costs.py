@@ -51,7 +51,7 @@ class StorageCosts:
         heads = shape.num_heads
         # Seconds of merging a layer's partial results, whatever their number, on Zen 4
         merge_call_seconds = 30e-6
-        # Seconds of merging one partial result of one row and head, which takes an exponential, on Zen 4
+        # Seconds of merging the partial result of one row and head, with its exponential, on Zen 4
         merged_seconds = 28e-9
         return StorageCosts(
             heads * query, heads * partial, heads * merged_seconds, merge_call_seconds, slowness,

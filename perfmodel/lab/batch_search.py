@@ -90,7 +90,7 @@ class BatchSearch:
         return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Return whether some number of R-workers keeps up, which only fixed costs of a call can prevent."""
+        """Return whether some number of R-workers keeps up, despite the costs that more R-workers do not reduce."""
         planner = self.planner
         indivisible = equations.indivisible_seconds(
             planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds

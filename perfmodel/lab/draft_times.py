@@ -16,7 +16,7 @@ LOOKUP_SECONDS = 15e-6
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Seconds of drafting: ``sequence_seconds`` per sequence and step, and one pass per token.
+    """Seconds of drafting: ``sequence_seconds`` per sequence and step, and one pass per draft token.
 
     A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part`` (None: no calls). A
     pass that attends on R-workers recomputes the rows of the step's earlier passes, which R-workers do not cache.
@@ -28,9 +28,9 @@ class DraftCost:
     r_part: RPart | None = None
 
     def seconds(self, num_sequences: int, num_passes: int, kv_tokens: float, num_r_workers: float) -> float:
-        """Return the seconds of ``num_passes`` tokens per sequence.
+        """Return the seconds of ``num_passes`` draft tokens per sequence.
 
-        All ``num_sequences`` have ``kv_tokens`` cached tokens.
+        ``kv_tokens``: cached tokens of all ``num_sequences`` together.
         """
         seconds = self.sequence_seconds * num_sequences
         for number in range(1, num_passes + 1):
@@ -46,7 +46,7 @@ class DraftCost:
 class Drafting:
     """The drafts of a sequence in a step: at most ``num_speculative_tokens`` at ``cost``.
 
-    ``acceptance_rate``: probability of acceptance if the predecessors were accepted. ``row_share``: see ``ROW_SHARE``.
+    ``acceptance_rate``: probability that a draft is accepted if its predecessors are. ``row_share``: see ``ROW_SHARE``.
     """
 
     num_speculative_tokens: int
@@ -61,8 +61,8 @@ class Drafting:
 
 def row_share(group: int) -> float:
     """Return a further row's time per cached token over the first row's. ``group``: query heads per KV head."""
-    # Arithmetic of one row and query head over the reading of a token: 3.3 ns over 25 ns, on Zen 4 for bfloat16 and a
-    # KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
+    # Seconds of arithmetic per row and query head, divided by those of reading a token: 3.3 ns / 25 ns on Zen 4 for a
+    # bfloat16 KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
     computed_share = 0.132
     # Rows of a verification: all but the first share the time by which arithmetic exceeds reading
     usual_rows = 5

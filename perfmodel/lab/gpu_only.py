@@ -28,7 +28,7 @@ def held_bytes(shape: ModelShape, group: RankGroup) -> int:
 
 
 def check_weights(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> None:
-    """Raise PlanError, with the shortage, if the weights do not fit the GPU, or the GPUs of ``group`` as one."""
+    """Raise PlanError, with the shortage, if the weights do not fit the GPU, or the summed memory of ``group``."""
     weights = held_bytes(shape, group)
     lacking = weights - usable_bytes(gpu)
     if lacking > 0:
@@ -83,7 +83,7 @@ class GpuOnly:
 
 @dataclass(frozen=True)
 class GpuStepTime:
-    """Any step of a GPU that holds the cache itself, at the roofline. It answers ``StepTime(tokens, kv_tokens)``.
+    """A ``StepTime(tokens, kv_tokens)``: any step of a GPU that holds the cache itself, at the roofline.
 
     A step is the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together are
     ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also reads
@@ -153,7 +153,7 @@ class GpuServer:
     read_share: float = 1.0
 
     def check_weights(self) -> None:
-        """Raise PlanError, with the shortage, if the weights do not fit the GPU, which FastDecode needs there too."""
+        """Raise PlanError, with the shortage, if the weights do not fit the GPU. FastDecode needs them there too."""
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:

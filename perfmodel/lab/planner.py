@@ -35,7 +35,7 @@ class Planner:
     of an existing pool; None for as many as keep up with the S-worker. ``state_bytes_per_sequence``: of all recurrent
     layers; a state takes the memory of cached tokens, unless the S-worker keeps it (``states``). ``pair_seconds``: of
     the S-worker per query and key of a prompt, over all layers; 0 if unknown. ``contention``: of S-worker and R-workers
-    on the same cores. ``waits_for_slowest``: count the barrier of each layer, which the paper's equations do not.
+    on the same cores. ``waits_for_slowest``: add each layer's wait for the slowest R-worker, which the paper omits.
     """
 
     workload: Workload
@@ -156,7 +156,7 @@ class Planner:
         return enough
 
     def step_model(self, num_r_workers: float) -> StepModel:
-        """Return the model of any step with this many R-workers."""
+        """Return the model of any step with ``num_r_workers`` R-workers."""
         return StepModel(
             self.num_layers,
             self.s_part,
@@ -204,7 +204,7 @@ class Planner:
         return Load(rows, sampled, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
     def mean_step(self, in_flight: float, num_r_workers: float) -> tuple[float, float]:
-        """Return rows, and cached tokens read, of the mean step.
+        """Return the rows of the mean step, and the cached tokens that the step reads.
 
         Each R-worker reads a shared prefix once per mini-batch.
         """
@@ -269,7 +269,7 @@ class Planner:
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Return the R-workers whose memory holds the batch at the schedule's peak."""
+        """Return how many R-workers have the memory for the batch at the schedule's peak."""
         return self.cache_room.memory_r_workers(in_flight)
 
     @property

@@ -20,7 +20,7 @@ class Verdict:
 def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimits = NO_LIMITS) -> Verdict:
     """Judge within ``limits`` by throughput, and by the price per token if prices are known.
 
-    Every sentence has the time per token of each user.
+    The sentence always names each user's time per token.
     """
     service = plan.service
     if alone is None:

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_shapes(args: argparse.Namespace) -> list[AttentionShape]:
-    """Return every combination of the lists. A ConfigError names the bad flag."""
+    """Return every combination of the values that the flags list. A ConfigError names the bad flag."""
     from fastdecode.perfmodel.lab.measure.attention_shape import ContextLen, sweep
 
     whole = (

@@ -176,7 +176,7 @@ def load_tokenizer(place: str) -> Tokenizer:
 def _run_load(
     args: argparse.Namespace, target: Target, items: list[WorkItem], served: list[ServedRequest]
 ) -> tuple[float, KeyboardInterrupt | None]:
-    """Warm up, then fill ``served``; return the seconds, and the Ctrl-C that came, if any."""
+    """Warm up, then fill ``served``; return the run's seconds, and the Ctrl-C that ended it, if any."""
     from fastdecode.perfmodel.lab.measure.serving import run_load
 
     warm = [replace(items[0], arrival_seconds=0.0)] * args.num_warmups

@@ -30,7 +30,7 @@ def check_runs(name_or_path: str | None) -> None:
 
 
 def engine_cannot(case: PlanCase) -> str | None:
-    """Return why no engine runs the plan, in the words of the layers' kinds; None if one does."""
+    """Return why no engine runs the plan, in the words of a layer's kind; None if an engine runs it."""
     if not case.args.model or case.inputs.shape is None:
         return None
     for way in _ways(case):

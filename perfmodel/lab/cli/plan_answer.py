@@ -40,7 +40,7 @@ class PlanAnswer:
 
     @property
     def prices(self) -> Prices:
-        """The given prices; if the GPU has none, its list price, and the hosts' given or list price."""
+        """The given prices. Without a GPU's price: its list price, and the hosts' given or else list price."""
         given, listed = self.case.planner.prices, self.case.inputs.list_prices
         if given.gpu_per_hour is not None:
             return given

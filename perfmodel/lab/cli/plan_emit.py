@@ -121,7 +121,7 @@ def _model_path(model: str) -> str:
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:
-    """Return the requested memory, else the plan's for a preset; None if the plan assumes none."""
+    """Return an R-worker's requested KV memory, else that assumed for a preset host; None without either."""
     tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
     return case.args.kv_cache_memory or found

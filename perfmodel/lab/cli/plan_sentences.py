@@ -118,7 +118,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _owned(answer: PlanAnswer, unit: str) -> str:
-    """Return FastDecode's price with hosts that cost nothing; "" if ``--cpu-price`` is given or only the GPU's host."""
+    """Return FastDecode's price with hosts that cost nothing; "" with ``--cpu-price`` or on one host."""
     prices, service = answer.prices, answer.service
     given = answer.case.planner.prices.cpu_host_per_hour
     if answer.case.inputs.one_host or given is not None or prices.gpu_per_hour is None:

@@ -75,7 +75,7 @@ def make_planner(
     pair_seconds: float = 0.0,
     overlapped: bool | None = None,
 ) -> Planner:
-    """Return the planner with these times, for the workload of ``args``."""
+    """Return the planner with these times of S-part, R-part and links, for the workload of ``args``."""
     workload = asked_workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
     share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
@@ -156,7 +156,7 @@ def of_read_rows(
 
 
 def asked_workload(args: argparse.Namespace) -> Workload:
-    """Return the workload in the plan's terms."""
+    """Return the flags' workload in the form that the planner takes."""
     remote_prompts = getattr(args, "num_prefill_workers", None) is not None
     return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
 

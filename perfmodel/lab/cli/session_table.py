@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Each way to serve ``sessions`` sessions of ``context`` cached tokens. ``beyond``: the model has a lower limit."""
+    """Each way to serve ``sessions`` sessions of ``context`` tokens. ``beyond``: the model's limit is shorter."""
 
     context: int
     sessions: int
@@ -113,7 +113,7 @@ def table_lines(table: SessionTable) -> Iterator[str]:
 
 
 def table_figures(table: SessionTable) -> list[dict[str, float | None]]:
-    """Return the table for JSON: ms per token by each way (None: not all sessions at once), and tokens/s in turns."""
+    """Return the table for JSON: each way's ms per token (None: memory is too small), and its tokens/s in turns."""
     ways = ("gpu_alone", "fastdecode", "streamed")
     return [
         {"context": row.context, "sessions": row.sessions}
@@ -175,7 +175,7 @@ def _fastdecode(inputs: PlanInputs, sessions: int) -> Cell:
 
 
 def _fastdecode_milliseconds(inputs: PlanInputs, sessions: int) -> float:
-    """Return the shorter step of one or two mini-batches."""
+    """Return the milliseconds of a step with one or two mini-batches, whichever is faster."""
     found = []
     for count in (1, 2) if sessions > 1 else (1,):
         planner = replace(inputs.planner, num_mini_batches=count)

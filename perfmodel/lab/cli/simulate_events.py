@@ -85,7 +85,7 @@ def event_report(simulator: Simulator) -> dict[str, Any] | None:
 
 
 def compared(events: dict[str, Any], report: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
-    """Return ``events`` with the rates of both runs: ``report`` of the run with them, ``without`` of the other."""
+    """Return ``events`` with the rates of two runs: ``report`` with events, ``without`` without them."""
     names = ("output_tokens_per_second", "tokens_per_second", "elapsed_time")
     rates = {name: report[name] for name in names} | {f"{name}_without": without[name] for name in names}
     whole = without[names[0]]

@@ -159,7 +159,7 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
 
 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
-    """Return the seconds of a full batch at the mean KV load, or averaged over ages if sequences start together."""
+    """Return a full batch's seconds per step at the mean KV load, or averaged over ages if sequences start together."""
     given = vars(args) | {"num_mini_batches": num_mini_batches}
     plan_args = argparse.Namespace(**given | plan_words(argparse.Namespace(**given), workload))
     planner = read_inputs(plan_args).planner

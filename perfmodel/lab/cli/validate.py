@@ -135,7 +135,7 @@ def _shown(row: ValidatedRow, num_heads: int) -> ValidatedRow:
 
 
 def _checked_config(args: argparse.Namespace, profile: HardwareProfile) -> EngineConfig:
-    """Return the profile's model with its S-worker on the CPU."""
+    """Return a configuration that runs the profile's model with the S-worker on the CPU."""
     from fastdecode.sworker.model.shape import model_shape
 
     config = EngineConfig(

@@ -174,7 +174,7 @@ def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
 def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes: int) -> None:
     """Raise CapacityError unless caches of these shapes and lengths, and the buffer of the read peak, fit the memory.
 
-    The first cache is also checked against the oracle.
+    The memory includes that of checking the first cache against :func:`exact_attention`.
     """
     shape, lengths = caches[0]
     longest = int(lengths[checked_sequences(shape, lengths)].max())

@@ -31,7 +31,7 @@ class CallTimes:
 
 
 class AttentionRig:
-    """The R-workers of ``config`` with sequences of random keys and values; only the first one works."""
+    """The R-workers of ``config`` with sequences of random keys and values; only the first R-worker computes."""
 
     def __init__(self, config: EngineConfig, layout: KVLayout, seed: int = 0) -> None:
         self.layout = layout

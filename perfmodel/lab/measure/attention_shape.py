@@ -153,7 +153,7 @@ class AttentionShape:
     def lengths(self, cache_bytes: int, seed: int) -> np.ndarray:
         """Return the tokens of each sequence, int64 [batch_size].
 
-        With batch size "auto", the sequences without sharing would take ``cache_bytes``.
+        Without ``batch_size``, as many sequences are returned as fill ``cache_bytes`` without a shared prefix.
         """
         rng = np.random.default_rng(seed)
         low, high = self.context_len.low, self.context_len.high

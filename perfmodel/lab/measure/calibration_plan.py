@@ -18,8 +18,8 @@ class CalibrationPlan:
 
     ``s_threads``, ``r_threads``: of local S-worker and R-workers, each measured alone. ``r_shapes``: (sequences,
     context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, repeated up to
-    ``most_tries`` times while its anchor moves. ``num_ranks``: latents are also measured with one rank's heads.
-    ``contended``: (S threads, R threads) measured together.
+    ``most_tries`` times while its anchor's time changes. ``num_ranks``: latents are also measured with one rank's
+    heads. ``contended``: (S threads, R threads) measured together.
     """
 
     batch_sizes: tuple[int, ...]

@@ -205,7 +205,7 @@ class Calibrator:
 
 
 def _with_weights(layout: KVLayout) -> KVLayout:
-    """Return ``layout`` with zero weights for R-workers to multiply with. They take as long as real weights."""
+    """Return ``layout`` with zero weights for R-workers to multiply with. Zeros take as long as real weights."""
     weights = {}
     for number, layer in enumerate(layout.layers):
         if layer.weight_rows:

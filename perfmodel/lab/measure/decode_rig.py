@@ -28,10 +28,7 @@ class DecodeRig:
     """A real engine from scheduler to sampler, whose caches are filled with random keys and values."""
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
-        """``config``: its schedule should be "prefill-first".
-
-        So all prompts are cached before any sequence decodes.
-        """
+        """``config``: with schedule "prefill-first", so that all prompts are cached before any sequence decodes."""
         self.engine = LLMEngine(config, backend)
         self._cores = os.sched_getaffinity(0)
         self._num_requests = 0

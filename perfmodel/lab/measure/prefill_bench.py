@@ -65,7 +65,7 @@ class PrefillBench:
     def rows(
         self, lengths: Sequence[int], worker_counts: Sequence[int], advance: Callable[[], object] = lambda: None
     ) -> Iterator[PrefillRow]:
-        """Yield rows for every number of workers and length. Methods alternate, so that all see the same machine."""
+        """Yield rows for every number of workers and length. Methods alternate, so that drift affects all of them."""
         for count in worker_counts:
             entries = self._searched(lengths, count, advance) if count > 1 else {}
             for num_tokens in lengths:

@@ -35,7 +35,7 @@ class PrefillRunner(Protocol):
     num_workers: int
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Return runs of prompts that arrive together, cut into these parts. ``method``: one of PREFILL_METHODS."""
+        """Return runs of prompts that arrive together, cut as ``jobs`` says. ``method``: one of PREFILL_METHODS."""
 
 
 def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, ...]:
@@ -97,7 +97,7 @@ class LivePrefill:
             self.run([in_order((warm_up_tokens,), worker)])
 
     def run(self, jobs: Sequence[Sequence[PrefillPart]], method: str = "kvr") -> list[PromptRun]:
-        """Return runs of prompts that arrive together, cut into these parts."""
+        """Return runs of prompts that arrive together, cut as ``jobs`` says."""
         engine = self.engine
         if engine.prefills is None:
             raise BackendError("an engine without prefill workers was to compute prompts on them")

@@ -37,7 +37,7 @@ class RankCalibration:
     """The sizes of a calibration of ranks.
 
     ``batch_sizes``: of the S-part of ``num_ranks`` ranks. ``rounds``: of SAMPLE_STEPS steps each, repeated up to
-    ``most_tries`` times while the anchor moves. The anchor is one rank's S-part on ``anchor_threads`` threads.
+    ``most_tries`` times while the anchor's time changes. The anchor is one rank's S-part on ``anchor_threads`` threads.
     ``num_engines``: engines for each number of layers in LAYERS, measured in turn.
     """
 
@@ -111,7 +111,7 @@ def with_rank_points(profile: HardwareProfile, plan: RankCalibration, measured: 
 
 
 def rank_configurations(shape: ModelShape, cores: Sequence[int], num_ranks: int) -> list[Configuration]:
-    """Return ``num_ranks`` ranks that share ``cores``, each with an R-worker in its process, S and R in turn."""
+    """Return configurations of ``num_ranks`` ranks on ``cores``, each taking turns with an R-worker in its process."""
     threads = rank_threads(num_ranks)
     deployment, heads = Deployment(threads, threads, num_ranks=num_ranks, cores=len(cores)), kv_head_counts(shape)
     return [

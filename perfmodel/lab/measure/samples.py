@@ -53,7 +53,7 @@ def measuring(config: EngineConfig) -> EngineConfig:
 
 
 def with_layers(config: EngineConfig, num_layers: int) -> EngineConfig:
-    """Return this configuration's model with another number of layers."""
+    """Return ``config`` with a model of ``num_layers`` layers."""
     return replace(config, hf_overrides={**config.hf_overrides, "num_hidden_layers": num_layers})
 
 
@@ -73,8 +73,9 @@ def core_list(cores: Sequence[int]) -> str:
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
     """Return seconds of a layer, of the rest of the S-part, and of the host, per step, [rounds, 3].
 
-    A round measures ``few`` layers, then ``many``. After ENOUGH_SECONDS no more rounds begin than FEWEST_ROUNDS. A
-    round in which more layers took no longer is repeated, up to MOST_DISTURBED times before a ProfileError.
+    A round measures ``few`` layers, then ``many``. After ENOUGH_SECONDS, rounds begin only until there are
+    FEWEST_ROUNDS. A round in which more layers took no longer is repeated, up to MOST_DISTURBED times before a
+    ProfileError.
     """
     rows: list[tuple[float, float, float]] = []
     disturbed = 0
@@ -108,7 +109,7 @@ def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
 
 
 def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
-    """Return the link to the R-worker and back over all layers, and the time of beginning and ending a step."""
+    """Return the time on the link, to the R-worker and back over all layers, and that to begin and end a step."""
     steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
     ways = np.concatenate([step.link_seconds for step in steps])
     return summary(ways), summary(np.array([step.plan_seconds for step in steps]))

@@ -138,7 +138,7 @@ async def run_load(
 
 
 def session(target: Target) -> aiohttp.ClientSession:
-    """Return a client session with unlimited connections, which are reused for requests that come soon."""
+    """Return a client session with unlimited connections, which later requests reuse for a few seconds."""
     # A request that takes longer counts as failed
     longest_seconds = 6 * 3600.0
     # An idle connection is reused for this long. Many servers close one after 5 s and lose a request sent just then
@@ -201,7 +201,7 @@ async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> N
 def _take(chunk: _Chunk, request: ServedRequest) -> bool:
     """Record the stream's ``chunk`` in ``request``; return True if the chunk brought a token.
 
-    A chat's first chunk only names the role. In a completion text may be "", since a token need not complete a
+    A chat's first chunk only names the role. A completion's text may be "", since a token need not complete a
     character.
     """
     if chunk.usage is not None:

@@ -130,7 +130,7 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
 
 
 def _peaks(good: Sequence[ServedRequest]) -> tuple[float, int]:
-    """Return the most tokens in one second, and the most concurrent requests in one second, from the first start."""
+    """Return the most tokens, and the most concurrent requests, in one second since the first start."""
     if not good:
         return 0.0, 0
     start = min(request.start_seconds for request in good)

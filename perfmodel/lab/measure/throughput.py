@@ -118,7 +118,7 @@ def run_baseline(
 def _report(
     batches: Sequence[BatchTimes], prompts: Sequence[list[int]], output_lens: Sequence[int], elapsed: float
 ) -> dict[str, Any]:
-    """Return the report of the requests in ``batches``, the finished ones."""
+    """Return the report of the requests in the finished ``batches``."""
     count = sum(batch.num_sequences for batch in batches)
     walls = [seconds for batch in batches for seconds in batch.decode_step_seconds]
     decoded = sum(batch.num_sequences * len(batch.decode_step_seconds) for batch in batches)

@@ -244,8 +244,8 @@ class Validation:
 def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
     """Return the prediction of ``profile`` with the measurement.
 
-    ``steadied``: by the anchors of S and of R. Its samples are float [steps, 5]: seconds of the step, of S, of R and of
-    the host, and the KV load.
+    ``steadied``: the measurement, with the anchor of S and with that of R. Its samples are float [steps, 5]: seconds of
+    the step, of S, of R and of the host, and the KV load.
     """
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)

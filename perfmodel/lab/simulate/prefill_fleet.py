@@ -82,7 +82,7 @@ class SimulatedPrefills(Companion):
         self._due: list[WorkerEvent] = []
 
     def happen(self, event: WorkerEvent) -> bool:
-        """Apply an event to a prefill worker, which the scheduler learns before the next step.
+        """Apply an event to a prefill worker, of which the scheduler learns before the next step.
 
         Return False if the worker is absent, or is to join although it is present.
         """
@@ -94,7 +94,7 @@ class SimulatedPrefills(Companion):
         return True
 
     def before(self, cycle: Cycle) -> None:
-        """Tell the scheduler which prompts have ended, and the changes of workers."""
+        """Tell the scheduler which prompts have ended, and which workers joined or were lost."""
         now, due = self._clock.now_seconds, self._due
         self._due = []
         for event in due:

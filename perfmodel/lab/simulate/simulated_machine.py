@@ -32,8 +32,8 @@ class StepCost:
 class Machine(Protocol):
     """The interface of a simulated machine, which knows what each step costs.
 
-    ``kv_bytes_per_token``: read, over all layers; 0 if unknown. ``seconds_per_moved_token``: of a cached token between
-    R-workers.
+    ``kv_bytes_per_token``: read, over all layers; 0 if unknown. ``seconds_per_moved_token``: to copy a cached token
+    between R-workers.
     """
 
     @property

@@ -18,11 +18,11 @@ class Clock:
         self.now_seconds = self.between_seconds = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Let a step of this many seconds pass."""
+        """Let the ``seconds`` of a step pass."""
         self.now_seconds += seconds
 
     def work(self, seconds: float) -> None:
-        """Let this many seconds of work between two steps pass."""
+        """Let ``seconds`` of host work between two steps pass."""
         self.now_seconds += seconds
         self.between_seconds += seconds
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 class TokenTimes:
-    """The token times of all requests in one array, so that a step of thousands is a few operations."""
+    """The token times of all requests in one array, so that a step takes few operations for thousands of sequences."""
 
     def __init__(self) -> None:
         self._seconds = np.zeros(0)
@@ -55,7 +55,7 @@ class TokenTimes:
         self._next = np.append(self._next, starts)
 
     def take(self, request_ids: np.ndarray, now_seconds: float) -> np.ndarray:
-        """Add one token for each of ``request_ids``, int64 [n], all different; return those that are complete."""
+        """Add one token for each of ``request_ids``, int64 [n], all different; return the complete requests."""
         places = self._next[request_ids]
         self._seconds[places] = now_seconds
         self._next[request_ids] = places + 1

@@ -53,7 +53,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Lengths by their median and 90th percentile, the two figures in papers, as a log-normal through both."""
+    """A log-normal distribution of lengths with a given median and 90th percentile, the two figures in papers."""
 
     median: float
     p90: float

@@ -24,7 +24,7 @@ VARIANTS: tuple[Variant[Any], ...] = (
 
 
 def examine(case: PlanCase) -> tuple[PlanCase, dict[str, Any]]:
-    """Return the case planned with all features, and figures of each requested one by its name."""
+    """Return the case planned with all features, and the figures of each requested feature by its name."""
     found: dict[str, Any] = {}
     for variant in VARIANTS:
         figures = variant.figures(case)

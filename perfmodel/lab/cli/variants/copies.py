@@ -1,4 +1,4 @@
-"""Copies in a plan: the cost of two per sequence, and of a lost R-worker with one and with two."""
+"""Copies in a plan: the cost of two copies per sequence, and of a lost R-worker with one copy and with two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class CopiesNeed:
-    """Needs and throughput of a number of copies. ``memory_r_workers``: R-workers for memory alone."""
+    """Figures of a plan with some number of copies. ``memory_r_workers``: R-workers for memory alone."""
 
     num_r_workers: int
     memory_r_workers: int
@@ -101,7 +101,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
-    if case.plan.r_workers_set_by == BY_LIMITS:  # not an existing pool: may grow
+    if case.plan.r_workers_set_by == BY_LIMITS:  # limits set the number, so it may grow
         enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
         planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
@@ -125,7 +125,7 @@ def _recomputed_tokens(case: PlanCase) -> float:
 
 
 def _link_growth(planner: Planner) -> float | None:
-    """Return the growth of the bytes to and from R-workers by second copies; None if they are unknown."""
+    """Return the growth of the bytes to and from R-workers by second copies; None if these bytes are unknown."""
     row_bytes = planner.transport.row_bytes
     return planner.storage.copied_bytes / row_bytes if row_bytes else None
 

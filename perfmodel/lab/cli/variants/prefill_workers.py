@@ -81,10 +81,10 @@ def _auto_count(text: str) -> int | None:
 class PrefillPlan:
     """The prefill workers of a plan, with each prompt on one of them by default.
 
-    ``busy``: share of the workers' time at the plan's throughput. ``ttft_seconds``: time to first token at that load;
-    None if there are too few workers. ``ttft_alone_seconds``, ``ttft_chain_seconds``: of a prompt that finds all
-    workers free, on one worker, and on the fastest chain, which cuts it into ``parts``. ``tbt_seconds``: time between
-    tokens. ``tbt_without_seconds``: time between tokens if the S-worker computed the prompts too.
+    ``busy``: the fraction of time that workers compute, at the plan's throughput. ``ttft_seconds``: time to first token
+    at that load; None if there are too few workers. ``ttft_alone_seconds``, ``ttft_chain_seconds``: of a prompt that
+    finds all workers free, on one worker, and on the fastest chain, which cuts it into ``parts``. ``tbt_seconds``: time
+    between tokens. ``tbt_without_seconds``: time between tokens if the S-worker computed the prompts too.
     """
 
     num_prefill_workers: int
@@ -105,7 +105,7 @@ class PrefillVariant(Variant[PrefillPlan]):
     name = "prefill"
 
     def figures(self, case: PlanCase) -> PrefillPlan | None:
-        """Return the requested number of workers, or the fewest that are at most ``MOST_BUSY`` busy."""
+        """Return the plan with the requested workers, or with the fewest that are at most ``MOST_BUSY`` busy."""
         forecast = prefill_forecast(case.args)
         if forecast is None:
             return None
@@ -127,7 +127,7 @@ class PrefillVariant(Variant[PrefillPlan]):
 
 
 def _plan(case: PlanCase, model: PrefillTimes, num_workers: int | None) -> PrefillPlan:
-    """Return the plan. Prompts arrive at random, and wait as in Sakasegawa's approximation of M/D/n.
+    """Return the plan of the workers. Prompts arrive at random, and wait as in Sakasegawa's approximation of M/D/n.
 
     The engine notices a computed prompt between two steps, which adds half a step.
     """

@@ -131,7 +131,7 @@ class DraftVariant(Variant[SpeculationPlan]):
         return plan_speculation(case.planner, case.plan, drafting) if drafting else None
 
     def lines(self, case: PlanCase, figures: SpeculationPlan) -> Iterator[Line]:
-        """Yield both choices of drafts."""
+        """Yield the drafts that save most R-workers, and those that give most tokens per second."""
         accepted = f"{figures.acceptance_rate:.0%} are accepted"
         if figures.num_draft_tokens:
             each = f"{figures.num_draft_tokens} of each sequence and step, of which {accepted}"

@@ -1,4 +1,4 @@
-"""Which side keeps recurrent states in a plan, R-workers or the S-worker, and the effect of either."""
+"""The side that keeps recurrent states in a plan, R-workers or the S-worker, and the effect of this choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Varian
 
 @dataclass(frozen=True)
 class StatesNeed:
-    """Needs and throughput with states on one side. ``link_bytes_per_token``: of all layers, both directions."""
+    """Figures of a plan with states on one side. ``link_bytes_per_token``: of all layers, both directions."""
 
     num_r_workers: int
     in_flight: int
@@ -43,7 +43,7 @@ class StateVariant(Variant[StatePlan]):
     name = "states"
 
     def figures(self, case: PlanCase) -> StatePlan | None:
-        """Return both sides; None for a model without recurrent layers."""
+        """Return the plans with states on R-workers and on the S-worker; None for a model without recurrent layers."""
         if not case.planner.state_bytes_per_sequence:
             return None
         chosen = "s" if case.planner.states else "r"

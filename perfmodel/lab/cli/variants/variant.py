@@ -96,7 +96,7 @@ class PlanCase:
     def _with_fewest_r_workers(self) -> PlanCase:
         """Return the plan with the fewest R-workers that serve the same users within the limits at the same speed.
 
-        Doubling overshoots, and R-workers without a sequence only add to what a step waits for.
+        Doubling overshoots, and R-workers without a sequence only add to the time of a step.
         """
         plan, planner = self.plan, self.planner
         # Part of the tokens per second that fewer R-workers must still give
