@@ -16,8 +16,8 @@ class LatentShape:
 
     ``kv_rank``, ``q_rank``: of the latents of keys and values, and of queries; with ``q_rank`` 0, queries are made from
     the hidden state. ``gated``: outputs are multiplied by a projection of their own width (Hunyuan 4).
-    ``at_r_workers``: R-workers multiply K and V with queries and outputs (``--latent-absorption r``), which are then
-    sent in the model's own sizes.
+    ``at_r_workers``: R-workers multiply K and V with queries and outputs (``--latent-absorption r``), so the link
+    carries queries and outputs in the model's own sizes.
     """
 
     kv_rank: int

@@ -50,7 +50,7 @@ def _is_numbers(words: str) -> bool:
 
 
 def _parts(flag: str, words: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return the figures in ``words`` by kind ("rate", …), in bytes, FLOP and seconds. ``flag``: for errors."""
+    """Return the figures in ``words`` by name ("rate", …), in bytes, FLOP and seconds. ``flag``: named in errors."""
     found: dict[str, float] = {}
     units = {
         "gb/s": ("rate", 1e9),

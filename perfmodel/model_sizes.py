@@ -175,7 +175,7 @@ class ModelSizes:
 
     @property
     def attention_layers(self) -> int:
-        """The number of layers that attend; the others are recurrent."""
+        """The number of layers that attend; the other layers are recurrent."""
         return self.num_layers - (self.state.num_layers if self.state else 0)
 
     def _all_layers(self, layer_parameters: int) -> int:

@@ -75,7 +75,7 @@ def balanced(model: PrefillTimes, num_tokens: int, num_workers: int) -> Parts:
         return (*parts, num_tokens - done)
 
     low, high = 0.0, model.alone_seconds(num_tokens) + delays[-1]
-    # Halvings of the end time in :func:`balanced`, to a ten-millionth
+    # Bisections of the end time in :func:`balanced`, for a relative error of 1e-7
     bisections = 24
     for _ in range(bisections):
         middle = (low + high) / 2

@@ -104,7 +104,7 @@ class PrefillTimes:
 
     ``kv_bytes``: of one token's keys and values in one layer. ``stored_kv_bytes``: of a prefix token, sent in the
     R-workers' form; None: ``kv_bytes``. ``before_share``: the part of a layer's products that precedes attention (q,
-    k and v). ``job_seconds``: once per prompt, from the S-worker and back.
+    k and v). ``job_seconds``: once per prompt, to send it and its result.
     """
 
     num_layers: int

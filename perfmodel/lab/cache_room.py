@@ -25,11 +25,11 @@ class CacheRoom:
     interval_steps: int | None
 
     def interval(self, in_flight: int) -> int:
-        """Return the steps from one micro-batch to the next."""
+        """Return the number of steps from one micro-batch to the next."""
         return self.interval_steps or equations.default_interval_steps(in_flight, self.workload.output_len)
 
     def micro_batch(self, in_flight: int) -> int:
-        """Return the sequences that start together, a whole number."""
+        """Return how many sequences start together."""
         return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
     def load_limit(self, in_flight: int, num_r_workers: int) -> int:

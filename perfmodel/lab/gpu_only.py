@@ -157,9 +157,9 @@ class GpuServer:
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
-        """Return the seconds of a decode step at the achieved rates, with the prompts' share of rows.
+        """Return the seconds of a decode step at the achieved rates, with the mean rows of prompts beside the decodes.
 
-        ``more_rows``: rows of a prompt instead of that share.
+        ``more_rows``: the rows of a prompt in place of that mean.
         """
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token
@@ -175,13 +175,13 @@ class GpuServer:
         return own + self.read_share * self._shared_kv_bytes / bytes_per_second + collectives
 
     def first_token_seconds(self, batch_size: int) -> float:
-        """Return the time to first token of a request that does not wait, beside ``batch_size`` decodes."""
+        """Return a request's time to first token without waiting, while ``batch_size`` sequences decode."""
         tokens = self.workload.prompt_len - self.workload.shared_prefix_len
         steps = (count * self.step_seconds(batch_size, rows) for count, rows in prompt_chunks(tokens))
         return sum(steps) + self.pair_seconds * prompt_pairs(tokens, self.workload.shared_prefix_len)
 
     def best(self, latency_limit_seconds: float = math.inf, limits: ServiceLimits = NO_LIMITS) -> GpuOnly:
-        """Return the largest batch within memory and all limits, since throughput rises with the batch."""
+        """Return the result of the largest batch within memory and all limits, which has the highest throughput."""
         by_memory = self.most_sequences
         limit = latency_limit_seconds / self.workload.output_len
 
@@ -200,7 +200,7 @@ class GpuServer:
 
     @property
     def most_sequences(self) -> int:
-        """Sequences that fit the memory beside the weights."""
+        """Number of mean sequences that fit the memory beside the weights."""
         weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
         of_each = self.own_kv_bytes + self.shape.state_bytes_per_sequence
         return equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)

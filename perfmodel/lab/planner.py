@@ -222,7 +222,7 @@ class Planner:
         return self.workload.mean_context + (self.placing.copies - 1) / 2 * self.workload.shared_prefix_len
 
     def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
-        """Return the part of ``rows``, prompts' included, that a second R-worker stores too, if there is one."""
+        """Return the part of ``rows``, prompts' included, that a second R-worker stores too, if there are two."""
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
     def steps(self, in_flight: float, num_r_workers: float) -> list[tuple[float, Load]]:

@@ -1,4 +1,4 @@
-"""The steps of a steady state: some compute a chunk of a prompt beside the decodes, the others only decode."""
+"""The steps of a steady state: some steps compute a prompt's chunk beside the decodes, the others only decode."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per method, number of workers and length; after Ctrl-C, the measured ones."""
+    """Print a row per method, number of workers and length; after Ctrl-C, the rows measured so far."""
     lengths, counts = wholes("prefill_lens", args.prefill_lens, LEAST_LEN), wholes("workers", args.workers, 1)
     methods = _methods(args.methods)
     for name in ("repeats", "search_repeats"):

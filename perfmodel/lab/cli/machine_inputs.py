@@ -244,7 +244,7 @@ def _profiled_states(
 
 
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
-    """Return the S-part measured with these ranks; if unmeasured, one rank's divided by the ranks, plus collectives."""
+    """Return the S-part of the requested ranks: measured, or one rank's divided by their number, plus collectives."""
     num_ranks = args.tensor_parallel_size
     if num_ranks in {1, *profile.measured_rank_counts}:
         return profile.measured_s_part(shape=shape, num_ranks=num_ranks)

@@ -151,7 +151,7 @@ def _cpu_host(words: str) -> CpuHost:
 
 
 def per_host(args: argparse.Namespace, unless_given: int) -> int:
-    """Return the requested R-workers per host."""
+    """Return the requested number of R-workers per host."""
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 

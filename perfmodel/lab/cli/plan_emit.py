@@ -57,7 +57,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """Raise ConfigError for ranks, or prefill workers that the format of ``--emit`` cannot start."""
+    """Raise ConfigError for several ranks, and for prefill workers that the format of ``--emit`` cannot start."""
     if args.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
@@ -79,7 +79,7 @@ def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
 
 
 def _r_cores(args: argparse.Namespace) -> int | None:
-    """Return the cores of an R-worker; None if the plan does not say."""
+    """Return an R-worker's number of cores; None if the plan does not say."""
     return host_of(args).cores if args.cpu else None
 
 

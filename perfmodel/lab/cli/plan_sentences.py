@@ -51,9 +51,9 @@ def _fewer_alone(answer: PlanAnswer) -> str:
 
 
 def _as_many(answer: PlanAnswer) -> str:
-    """Return the servers of GPUs alone with as many tokens per second and with as many users.
+    """Say how many servers of GPUs alone give the plan's tokens per second, and how many serve its users.
 
-    If one such server can run no sequence, return the fewest GPUs that can.
+    If one such server cannot run a sequence, say how many GPUs can.
     """
     alone, gpu = answer.alone_service, answer.case.inputs.gpu_name
     if not gpu or answer.case.inputs.one_host:
@@ -77,7 +77,7 @@ def _fewest_alone(answer: PlanAnswer) -> RankPlan | None:
 
 
 def _larger_server(answer: PlanAnswer) -> str:
-    """Return one server of more GPUs alone that gives as many tokens per second, if the plan compared one."""
+    """Name one server of more GPUs alone that gives the plan's tokens per second, if the plan compared one."""
     alone, rate = answer.alone_service, answer.service.tokens_per_second
     if not alone or answer.case.inputs.one_host or alone.tokens_per_second >= rate:
         return ""

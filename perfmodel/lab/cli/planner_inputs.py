@@ -120,7 +120,7 @@ def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
 
 
 def gpu_server(planner: Planner, shape: ModelShape, kv_dtype: str, gpu: Gpu, group: RankGroup) -> GpuServer:
-    """Return the GPUs alone. Raise PlanError if their memory does not hold the weights."""
+    """Return a server of the GPUs without R-workers. Raise PlanError if their memory does not hold the weights."""
     held = gpu_kv_bytes(shape, kv_dtype, planner.read_share)
     server = GpuServer(shape, gpu, held[0], replace(planner.workload, remote_prompts=False), group, held[1])
     server.check_weights()

@@ -54,7 +54,7 @@ class SessionTable:
 def session_table(args: argparse.Namespace) -> SessionTable:
     """Return the table, by context and sessions. Raise ConfigError without a GPU, PlanError if nothing can be planned.
 
-    A PlanError holds for every context: the GPU's memory, or an R-worker's, is too small for the weights.
+    A PlanError holds for every context: the GPU's memory, or an R-worker's, is too small.
     """
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0

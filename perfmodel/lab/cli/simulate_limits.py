@@ -38,7 +38,7 @@ def asked_speeds(text: str | None, num_r_workers: int) -> tuple[float, ...] | No
 
 
 def state_blocks_of(args: argparse.Namespace, state_tokens: float) -> int:
-    """Return the blocks of states that take the memory of ``state_tokens`` cached tokens."""
+    """Return the number of blocks of states that take the memory of ``state_tokens`` cached tokens."""
     return math.ceil(state_tokens / args.block_size)
 
 

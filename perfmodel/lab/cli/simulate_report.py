@@ -130,7 +130,7 @@ def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]
 
 
 def _prefill_utilisation(simulation: Simulation) -> dict[str, float]:
-    """Return the busy part of prefill workers, if any, and the number of prompts that they computed."""
+    """Return the busy fraction of prefill workers, and how many prompts they computed; {} without prefill workers."""
     fleet = simulation.prefill
     if fleet is None:
         return {}

@@ -107,9 +107,9 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
 def run_grid(
     measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
 ) -> OfflineRun | None:
-    """Measure every row and then the offline run of ``measuring``, if any; return the latter.
+    """Measure every row and then the offline run of ``measuring``, if any; return the offline run.
 
-    An error or Ctrl-C leaves the rows measured so far in ``output_json``, since rows take longest.
+    An error or Ctrl-C leaves the rows measured so far in ``output_json``, since measuring them takes longest.
     """
     rows: list[ValidatedRow] = []
     offline: OfflineRun | None = None

@@ -45,7 +45,7 @@ def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
 
 
 def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
-    """Return the overlapped decode step of median duration, ignoring the first; without any, of all steps."""
+    """Return the overlapped decode step of median duration, except the first; if there is none, a median step."""
     typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
     decode = typical[1:] or list(steps)
     median = statistics.median_low([_end(step) - _start(step) for step in decode])

@@ -88,7 +88,7 @@ def run_baseline(
 ) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Run the workload in static batches of ``max_num_seqs`` through ``generate``, ignoring arrival times.
 
-    Return the report, and the Ctrl-C that came, if any; the report then covers the finished batches.
+    Return the report, and the Ctrl-C that ended the run, if any; the report then covers the finished batches.
     """
     from fastdecode.sworker import set_threads
     from fastdecode.sworker.model.baseline import TransformersBaseline

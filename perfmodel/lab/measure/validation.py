@@ -49,7 +49,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: the S-worker's, and all R-workers'; None if both use all cores in turn."""
+    """One real run. ``cores``: the S-worker's, and all R-workers'; None if S and R take turns on all cores."""
 
     name: str
     deployment: Deployment
@@ -144,7 +144,7 @@ def kv_head_counts(shape: ModelShape) -> list[int]:
 
 
 def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Return sequences in ranges over two R-workers, which alternate on the second half of ``cores``."""
+    """Return configurations with ranges on two R-workers, which take turns on the second half of ``cores``."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: S and R have cores of their own")
     half, heads = len(cores) // 2, kv_head_counts(shape)
@@ -196,7 +196,7 @@ class Validation:
             advance()
 
     def offline(self) -> OfflineRun:
-        """Return a whole run with S and R in turn on all cores, and its simulation."""
+        """Return the times of a whole run, with S and R in turn on all cores, and of its simulation."""
         cores = len(usable_cores())
         # Timings of an anchor, before and after an offline run
         looks = 4

@@ -108,7 +108,7 @@ class SimulatedWorld:
         self._clock.wait_until(moment)
 
     def transfer(self, transfer: Transfer) -> float:
-        """Let the time of a copy pass. Raise WorkerLostError if one of the two R-workers is gone by its end."""
+        """Let the time of a copy pass. Raise WorkerLostError if its source or target is gone by then."""
         seconds = self.machine.seconds_per_moved_token * transfer.num_tokens
         self._clock.work(seconds)
         self._happen()

@@ -192,7 +192,7 @@ def drawn_workload(lengths: LengthDistribution, count: int, seed: int) -> Simula
 
 
 def traced_workload(items: Sequence[TraceItem]) -> SimulatedWorkload:
-    """Return the requests of a trace with its own rate: the intervals between arrivals divided by their total time."""
+    """Return the requests of a trace with its own rate: ``len(items) - 1`` divided by the last arrival in seconds."""
     moments = np.array([item.arrival_seconds for item in items])
     rate = (len(items) - 1) / moments[-1] if moments[-1] > 0 else math.inf
     arrivals = moments * rate if rate < math.inf else moments

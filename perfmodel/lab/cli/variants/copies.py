@@ -119,7 +119,7 @@ def _lost_sequences(case: PlanCase) -> float:
 
 
 def _recomputed_tokens(case: PlanCase) -> float:
-    """Return the tokens that only a lost R-worker held. A shared prefix is also on other R-workers."""
+    """Return the number of tokens that only a lost R-worker held. A shared prefix is also on other R-workers."""
     workload, plan = case.planner.workload, case.plan
     return plan.in_flight / plan.num_r_workers * (workload.mean_context - workload.shared_prefix_len)
 

@@ -152,7 +152,7 @@ class DraftVariant(Variant[SpeculationPlan]):
             yield "", f"with {own} they add no tokens/s"
 
     def s_flags(self, case: PlanCase, figures: SpeculationPlan) -> dict[str, object]:
-        """Return the drafts as requested."""
+        """Return the flag of the requested drafts."""
         return {"--speculative-config": json.dumps(case.args.speculative_config)}
 
 

@@ -81,7 +81,7 @@ class StateVariant(Variant[StatePlan]):
             yield "", "(what would be: an engine runs models with recurrent layers on a CPU alone so far)"
 
     def s_flags(self, case: PlanCase, figures: StatePlan) -> dict[str, object]:
-        """Return the side, if it is not the engine's default, and the requested memory."""
+        """Return the flags of the side, unless it is the engine's default, and of the requested memory."""
         if figures.state_on == "r":
             return {}
         memory = case.args.state_memory
