@@ -28,7 +28,7 @@ class MachineIdentity:
 class SPartPoint:
     """The S-part of one layer, and of embedding, head and sampling, at one batch size with ``threads`` threads.
 
-    With several ranks (``tensor_parallel_size``), both include the collectives, and ``threads`` are per rank.
+    With several ranks (``tensor_parallel_size``), both times include the collectives, and ``threads`` are per rank.
     """
 
     batch_size: int

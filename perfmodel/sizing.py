@@ -30,7 +30,7 @@ class Workload:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a number of at least 0, not {value!r}")
-        # Most tokens of a sequence: more than any memory holds, and few enough for arithmetic
+        # Most tokens of a sequence: more than any memory holds, and small enough for float arithmetic
         most_tokens = 1e12
         if self.seq_len > most_tokens:
             raise ConfigError(f"seq_len (prompt + output) must be at most {most_tokens:g} tokens, not {self.seq_len:g}")

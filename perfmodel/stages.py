@@ -143,7 +143,7 @@ class RPart:
             )
 
     def seconds(self, kv_tokens: float, rows: float = 0.0, prompt_rows: float = 0.0) -> float:
-        """Return the seconds of one layer's call: ``rows`` decode rows over ``kv_tokens``, and ``prompt_rows`` rows."""
+        """Return the seconds of one layer's call with ``rows`` decode rows over ``kv_tokens``, and ``prompt_rows``."""
         fixed = self.call_seconds + self.row_seconds * rows + self.prompt_row_seconds * prompt_rows
         return fixed + self.seconds_per_token * kv_tokens
 

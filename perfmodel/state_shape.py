@@ -139,7 +139,7 @@ def read_hybrid_layers(config: Mapping[str, Any], name: str) -> HybridLayers | N
         return None
     if config.get("model_type") == "falcon_h1":  # each layer has attention beside a recurrence, then an MLP
         return HybridLayers(num_layers, num_layers, num_layers)
-    if config.get("model_type") == "zamba2":  # some layers attend and have an MLP, and are otherwise like the rest
+    if config.get("model_type") == "zamba2":  # all layers are recurrent; some also attend and have an MLP
         return HybridLayers(kinds["hybrid"], num_layers, kinds["hybrid"])
     alone = sum(kinds[kind] for kind in _ALONE)
     if alone and kinds["mlp"] and kinds["moe"]:

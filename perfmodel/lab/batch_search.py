@@ -49,7 +49,7 @@ class BatchSearch:
     def largest_mini_batch(self, latency_limit_seconds: float) -> int:
         """Return the largest batch whose mean sequence takes at most ``latency_limit_seconds`` to decode.
 
-        This is equation 7, extended from the S-part and the R-part to all stages of a step.
+        This is equation 7, with the seconds of all stages of a step.
         """
         if not latency_limit_seconds > 0:
             raise ConfigError(f"latency_limit must be above 0 seconds, not {latency_limit_seconds:g}")

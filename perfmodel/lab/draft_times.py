@@ -60,7 +60,7 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Return a further row's time per cached token over the first row's. ``group``: query heads per KV head."""
+    """Return a further row's time per cached token, divided by the first row's. ``group``: query heads per KV head."""
     # Seconds of arithmetic per row and query head, divided by those of reading a token: 3.3 ns / 25 ns on Zen 4 for a
     # bfloat16 KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
     computed_share = 0.132

@@ -98,5 +98,5 @@ def milliseconds(seconds: float) -> str:
 
 
 def digits(value: float, count: int = 4) -> str:
-    """Return ``value`` with ``count`` significant digits; if at least 1, without an exponent."""
+    """Return ``value`` with ``count`` significant digits. A value of at least 1 has no exponent."""
     return f"{float(f'{value:.{count}g}'):,.15g}"

@@ -41,7 +41,7 @@ def engine_cannot(case: PlanCase) -> str | None:
 
 
 def _ways(case: PlanCase) -> Iterator[Way]:
-    """Yield the features that the plan needs of the layers."""
+    """Yield the engine's features that the plan uses, and that every layer must support."""
     if case.args.gpu and case.args.gpu != HERE_WORD:
         yield "gpu"
     if case.plan.tensor_parallel_size > 1:

@@ -78,7 +78,7 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
 
 
 def _groups(shape: ModelShape) -> tuple[int, ...]:
-    """Return the numbers of query heads per KV head to measure: the model's own, and common ones."""
+    """Return the numbers of query heads per KV head to measure: the model's own number, and common numbers."""
     return tuple(sorted({shape.group, *(group for group in (1, 4, 8) if shape.num_heads % group == 0)}))
 
 

@@ -64,7 +64,7 @@ class GivenParts:
         return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
-        """Continue with the given parts of the next prompt."""
+        """Advance to the given parts of the next prompt."""
         self.parts.pop(0)
 
     def ended(self, job_id: int, now_seconds: float, computed: bool = False) -> None:

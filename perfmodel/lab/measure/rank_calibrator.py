@@ -143,7 +143,7 @@ def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarr
 def _points(
     profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
 ) -> tuple[list[SPartPoint], list[HostPoint]]:
-    """Return the points of ranks. Their R-workers are inproc ones, whose step overhead is a separate point."""
+    """Return S-part and host points of the ranks. Their inproc R-workers' step overhead is a separate point."""
     s_part, host = [], []
     many, few, spread = measured.many, measured.few, measured.spread
     once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")

@@ -118,7 +118,7 @@ class PlanCase:
         return self.limits.kept_by(self.plan.step_seconds, self.plan.ttft_seconds)
 
     def _merit(self) -> tuple[bool, float]:
-        """Return a sort key of plans. Two mini-batches win unless another number gives clearly more.
+        """Return a sort key of plans. Two mini-batches win unless another number has clearly more ``worth``.
 
         If no plan meets the limits, the fastest wins.
         """
