@@ -35,7 +35,7 @@ class Copy:
 
 class Columns(Protocol):
     """Columns of a table with one row per sequence that has a cache, int64 [num_rows].
-    They are the counts of the sequence's tail, the tail's home R-worker, and the sequence's last token.
+    They hold the tail's start, number of blocks and home R-worker, the number of cached tokens, and the last token.
     """
 
     @property
@@ -114,7 +114,7 @@ class Segment:
         return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
-        """Return the copy on R-worker ``worker``, or None if it has none."""
+        """Return the copy on R-worker ``worker``, or None if there is none."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:
