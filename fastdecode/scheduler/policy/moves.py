@@ -32,7 +32,7 @@ class Moves:
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
-        """``corrects``: whether sequences may move only to balance the load."""
+        """``corrects``: whether moves for balance are allowed at all."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers

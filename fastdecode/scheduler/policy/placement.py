@@ -36,9 +36,9 @@ class HomePlacement:
 
     def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer``: the load that it adds.
-        Draining R-workers cost infinity if the sequence could run elsewhere. After another engine's end, so do
-        R-workers that hold none of its tokens. The R-worker that loaded its prefix from disk costs least, since that
-        work is done.
+        Draining R-workers cost infinity if the sequence could run elsewhere. If an earlier engine left tokens of the
+        sequence, R-workers without them cost infinity too. The R-worker that has loaded the sequence's prefix from disk
+        costs least.
         """
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
@@ -216,7 +216,7 @@ class SegmentPlacement:
 
     def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
         """Return the R-worker for the next tail of the decoding ``sequence``, whose tail is full; -1 for none.
-        The second result says whether a block is free there.
+        The second result says whether a block is available there.
         """
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
@@ -240,7 +240,7 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return the R-workers' speeds, 0 where no segment may go: on draining ones, unless others lack the room."""
+        """Return the R-workers' speeds, 0 for lost R-workers, and for draining ones unless the others lack the room."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:
