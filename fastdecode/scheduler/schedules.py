@@ -64,8 +64,8 @@ class Limits:
     ``idle_s_share``: S time of an almost empty step divided by that of a full step. ``seconds_per_moved_token``:
     initial price of moving a cached token; infinite forbids moves for balance. ``hosts``: the machine of each R-worker
     by any unique name; empty if unknown. ``state_blocks``: blocks per sequence for a hybrid model's recurrent states.
-    If states are on the S-worker, ``state_blocks`` is 1, ``kept_states`` is the most states of prefixes, and
-    ``state_worth_blocks`` is how many blocks of tokens take the memory of one state.
+    If the S-worker keeps the states, ``state_blocks`` is 1. ``kept_states``: most states kept for prefixes.
+    ``state_worth_blocks``: how many blocks of tokens take the memory of one state.
     """
 
     max_num_seqs: int

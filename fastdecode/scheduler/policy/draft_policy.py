@@ -35,8 +35,8 @@ class BalancedDrafts:
     A step of n sequences yields n tokens, and draft j of a sequence with acceptance a yields another a^j. The step
     takes S + R - overlap · min(S, R) plus a constant. S, the S-worker's time, and R, the slowest R-worker's, depend on
     rows (:class:`RowCost`), and R on KV tokens too. So if R is longer than S, drafts are added until S is as long. If S
-    is longer, none are added: the step's time would rise at least as fast as its tokens, unless measurements show that
-    rows cost the S-worker little. Now and then a trial assumes smaller slopes than fitted, and gives one more draft to
+    is longer, none are added: the step's time would rise at least as fast as its tokens. Exception: rows turn out to
+    cost the S-worker little. Now and then a trial assumes smaller slopes than fitted, and gives one more draft to
     sequences whose drafts were rejected.
     """
 

@@ -19,10 +19,10 @@ SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
 class Newcomer:
     """A sequence before its first decode: ``num_prefill`` tokens, ``num_left`` of them still to compute.
     ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
-    on the R-worker. ``expected_area``: KV tokens that each attends over its life, if lengths are only expected; None
-    means the sum of ``num_prefill`` + k over decode steps k = 1, 2, ... ``base``: tokens in closed segments; ``reads``:
-    R-worker and tokens of each closed segment. ``copy``: the R-worker of its second copy, which is expected to attend
-    half of its decode steps; -1 for none.
+    on the R-worker. ``expected_area``: KV tokens that each of these sequences attends in all its decode steps, if
+    lengths are only expected. None: lengths are known, so this is the sum of ``num_prefill`` + k over steps k = 1, 2,
+    ... ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each closed segment. ``copy``: the
+    R-worker of its second copy, which is expected to attend half of its decode steps; -1 for none.
     """
 
     worker: int

@@ -33,8 +33,8 @@ MOST_STEPS = 8.0
 class MovePrices:
     """Decides whether a move for balance, a correction, is worth its time.
     A correction must save twice its own time, during which every sequence waits. The price per token is taken from past
-    transfers. All corrections together take at most ``SHARE`` of the steps' time: after each, the next one waits until
-    this share of the later steps has made up for it. So wrong forecasts cost no more than that.
+    transfers. All corrections together take at most ``SHARE`` of the steps' time. So after a correction, the next one
+    waits until that share of later steps equals its time. This bounds the cost of wrong forecasts.
     """
 
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:

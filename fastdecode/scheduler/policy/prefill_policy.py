@@ -55,11 +55,10 @@ class LeastWaiting:
     the worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
     computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While
     many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt stays on the
-    S-worker if it could compute the prompt before a prefill worker answers. The number of prompts behind this one is
-    assumed to be the number that wait for workers now, since a queue keeps its length in the long run. Times are
-    predicted (``forecast``) and corrected by the times of past prompts. A worker runs its jobs in order. ``s_seconds``:
-    seconds of a prompt on the S-worker, by its tokens and the tokens of its cached prefix; infinite if the S-worker
-    must not compute any.
+    S-worker if it could compute the prompt before a prefill worker answers. As many prompts are assumed to come behind
+    this one as wait for workers now, since a queue keeps its length in the long run. Times are predicted (``forecast``)
+    and corrected by the times of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on
+    the S-worker, by its tokens and the tokens of its cached prefix; infinite if the S-worker must not compute any.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class PrefixCache:
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index. A scored prompt reuses none."""
+        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index. A scored prompt has none."""
         if sequence.scored:
             return {}
         for source in self.sources:
