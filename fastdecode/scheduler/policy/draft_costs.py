@@ -79,7 +79,7 @@ class RowCost:
         slope_memory = 2.0
         kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
         kept *= slope_memory / (slope_memory + relative**2)
-        # Least relative change of rows that counts; the effect of a smaller one is lost in noise
+        # Least relative change of rows that counts; the effect of a smaller change is lost in noise
         least_change = 0.05
         if abs(relative) < least_change:
             return value

@@ -14,14 +14,14 @@ FIRST_STEPS = 4
 """Decode steps without drafts at the beginning; the first steps are slow and tell little."""
 
 PRIOR = 0.5
-"""Assumed acceptance before any draft was verified. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
+"""Assumed acceptance before any draft was verified. N-gram drafts reach 0.6 to 0.8 on code, and 0.3 on prose."""
 
 LEAST_GAIN = 0.02
 """Least relative gain in tokens per second for which drafts are used. Forecasts are no more precise than this."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 """Least and most steps between trials.
-The lower bound notices repetitive text soon; the upper bound notices a change of the machine at last.
+The lower bound lets repetitive text be noticed soon; the upper bound limits how late a changed machine is noticed.
 """
 
 NOTHING = np.zeros(1, np.int64)
@@ -110,7 +110,7 @@ class BalancedDrafts:
         self._exposed += rate * (max(0.0, wait_seconds - busiest) - self._exposed)
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """Learn the seconds of drafting ``num_passes`` tokens for ``num_sequences`` sequences each.
+        """Learn the seconds of drafting ``num_passes`` tokens for each of ``num_sequences`` sequences.
         See ``DraftPolicy``.
         """
         if num_sequences and num_passes:

@@ -17,7 +17,7 @@ With less, chance would delay newcomers, and they would start as a wave later.
 """
 
 TOLERANCE = 0.015
-"""Starts are spread even if the run takes this part longer, since its steps are then even."""
+"""Starts are spread even if this makes the run longer by this fraction, since its steps are then even."""
 
 
 class LoadControl:

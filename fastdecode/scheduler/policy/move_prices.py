@@ -24,10 +24,10 @@ class TransferPrice:
 
 
 SHARE = 0.05
-"""Part of the steps' time that moves for balance ("corrections") may take."""
+"""Fraction of the steps' time that moves for balance ("corrections") may take."""
 
 MOST_STEPS = 8.0
-"""Most time for one correction, in steps. Decodes wait for it, so each is late by that time."""
+"""Most time for one correction, in steps. Decodes wait meanwhile, so each token is late by that time."""
 
 
 class MovePrices:
@@ -158,7 +158,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return how far each R-worker's charge exceeds that of its mean time: float64 [num_workers].
+        """Return how far each R-worker's charge exceeds the charge for the R-workers' mean time: float64 [num_workers].
         The unit is seconds over all coming steps.
         """
         means = self.times.mean(axis=0)

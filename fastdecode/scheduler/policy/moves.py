@@ -47,7 +47,7 @@ class Moves:
 
     def next(self) -> Decision[Transfer | None]:
         """Return the next move, or None.
-        Its blocks are free once the target R-worker has received its pending controls.
+        The blocks for the move are free once the target R-worker has received its pending controls.
         """
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_ENDED = 16
-"""Outputs that must have stopped before max_tokens until the estimate is used."""
+"""Number of outputs that must have stopped before max_tokens before the estimate is used."""
 
 SAMPLE = 512
-"""Most waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
+"""Most waiting requests that are examined. In longer queues, every n-th stands for n requests; n is a power of two."""
 
 
 class OutputLengths:

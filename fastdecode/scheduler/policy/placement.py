@@ -135,7 +135,7 @@ class SecondPlacement:
         if not len(able):
             return None
         spread = float(np.ptp(costs[allowed]))
-        # Costs that differ by less than this part of their range count as equal
+        # Costs that differ by less than this fraction of their range count as equal
         alike = 0.05
         best = able[costs[able] <= costs[able].min() + alike * spread]
         return int(best[np.argmin(self._shared_with(home)[best])])
@@ -204,7 +204,7 @@ class SegmentPlacement:
     def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
         """Give ``segment`` a second copy if another R-worker has room for it.
         ``room``, free blocks, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the
-        one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up_spare``).
+        one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up``).
         """
         able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
         host = self._workers[segment.home].host

@@ -22,7 +22,7 @@ from fastdecode.scheduler.store.operations import (
 from fastdecode.scheduler.store.store import Store
 
 SHARE = 0.1
-"""Part of the steps' time for making second copies; decodes wait while one is made."""
+"""Fraction of the steps' time for making second copies; decodes wait while a copy is made."""
 
 MOST_BLOCKS = 1 << 20
 """Most blocks that are copied at once."""
@@ -52,7 +52,7 @@ class SecondCopies:
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """Learn the duration of a step, since copies may take a part of it."""
+        """Learn the duration of a step, since copies may take a fraction of it."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -130,7 +130,7 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Return how many tokens to copy in the part of a step's time that copies may take, in whole blocks."""
+        """Return how many tokens, in whole blocks, to copy in the fraction of a step's time that copies may take."""
         # Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs
         least_seconds = 0.01
         seconds, block_size = max(SHARE * self._step_seconds, least_seconds), self._workers.block_size

@@ -24,7 +24,7 @@ Held = Mapping[int, Sequence[HeldSequence]]
 
 class Adopted(IndexedSource):
     """Finds adopted prefixes by the sequence that they belong to, and by their first position.
-    Disabled, it adopts none.
+    If disabled, it adopts none.
     """
 
     is_own = True
@@ -62,7 +62,7 @@ class Adopted(IndexedSource):
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return a hit for each R-worker that holds tokens of ``sequence`` itself; all hits cover the same tokens.
-        With several segments these R-workers hold the last one.
+        If the sequence has several segments, these R-workers hold its last segment.
         """
         pieces = self._pieces(sequence.sequence_id)
         if not pieces:

@@ -177,7 +177,7 @@ class Parked(Source):
         return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
-        """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on its R-worker.
+        """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on the same R-worker.
         The prefix has no twin: the same tokens on another R-worker may have been computed with other arithmetic.
         """
         beginning, origin, size = waking.beginning, self._ids.new(), self._workers.block_size

@@ -167,8 +167,8 @@ class States(IndexedSource, Keeper):
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the present cache id if ``sequence`` appends to the cache that it has, else a new one.
-        A preempted sequence gets a new id, since the prefix that it left behind may still use the old one.
+        """Return the prefix's id if ``hit`` is the sequence's own, a new id after a preemption, else the sequence's id.
+        The prefix that a preempted sequence left behind may still use the sequence's id.
         """
         if hit and hit.is_own:
             return hit.prefix.prefix_id

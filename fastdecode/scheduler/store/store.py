@@ -211,7 +211,8 @@ class Store:
 
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
         """Evict prefixes so that ``segment`` can be cut to ``num_tokens`` tokens; return False if it cannot.
-        A recurrent state can go back only by the few rows kept beside it, and only to one exact token.
+        A segment with a recurrent state must be cut to exactly ``num_tokens``, and only by as many rows as are kept
+        beside the state.
         """
         if self.workers.sizes.rewinds:
             return True
