@@ -34,13 +34,13 @@ class LoadControl:
 
     If starts are not spread, the rows of each step are limited, so that the S-worker's load is even. With all seats
     taken, the limit is the rows of a mean step: per seat, one decode and its mean share of prompt rows. If an R-worker
-    exceeds its load limit, R time hides more S time, so the limit of rows rises in proportion. It also rises with free
+    exceeds its load limit, R time hides more S time, so the row limit rises in proportion. It also rises with free
     seats, up to the token budget, so that they are filled soon. If a load limit is strict, or starts are spread, the
     rows are not limited so: prompts must end when the forecast says.
 
     A strict :class:`LoadLimit` is never exceeded. Any other limit is the mean load to aim at; single steps exceed it by
-    the ripple F/S, which only makes them uneven. So starts are spread only while that saves time. Without spreading,
-    sequences start as soon as a seat is free.
+    the ripple F/S, which only makes them uneven. So starts are spread only while the run does not get much longer.
+    Without spreading, sequences start as soon as a seat is free.
     """
 
     def __init__(self, limit: LoadLimit, interval_steps: int | None = None) -> None:
