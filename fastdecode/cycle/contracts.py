@@ -17,7 +17,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: relative to the other R-workers; None: their mean."""
+    """An R-worker that has joined. ``bandwidth``: relative to the other R-workers; None means their mean bandwidth."""
 
     num_blocks: int
     bandwidth: float | None = None
@@ -62,7 +62,7 @@ class World(Protocol[T_co]):
         """Drop all S-worker data of sequence ``sequence_id``; unknown ids are ignored."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """Return the record of the step that has just ended: how long each side worked.
+        """Return the record of the step that has just ended: how long the S-worker and the R-workers worked.
         ``pool``: the R-workers and copies after the step.
         """
 
@@ -90,7 +90,7 @@ class Requests(Protocol[T_contra]):
         self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
         """Append the sampled tokens to all sequences except ``spoilt``; return how many were appended.
-        Samples are forked with the scheduler, and finished sequences end with ``cycle``.
+        Fork siblings with the scheduler of ``cycle``, and end finished sequences with ``cycle.finish``.
         """
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:

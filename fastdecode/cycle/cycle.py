@@ -44,7 +44,7 @@ class Companion:
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
         """Handle the R-workers' ``report`` of a step, or of controls that were sent without rows.
-        Lost R-workers are already handled; leaving ones are not.
+        Lost R-workers are already handled; R-workers that ask to leave are not.
         """
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
@@ -57,7 +57,8 @@ class Companion:
 class Cycle(Generic[T]):
     """The engine's loop. A turn runs the companions, then schedules, sends, computes, commits and records one step.
 
-    ``on_step`` is called with the record of every step that had rows or sampled.
+    ``on_step`` is called with the record of every step that had rows, or sampled the first tokens of prompts from
+    prefill workers.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Cycle(Generic[T]):
         return report.lost
 
     def settle(self) -> None:
-        """Send the last releases when nothing runs, so that idle R-workers hold no blocks."""
+        """Send the pending controls if no sequence waits or runs, so that idle R-workers free all released blocks."""
         if self.scheduler.store.workers.has_controls and not self.scheduler.has_unfinished:
             self.tell()
 
@@ -129,7 +130,7 @@ class Cycle(Generic[T]):
 
     def doubt(self) -> list[int]:
         """Let all running sequences be recomputed, and forget all prefixes; return the ids of these sequences.
-        An R-worker was found at fault, and tokens cached anywhere may depend on its results.
+        An R-worker was found at fault. Its results may have affected tokens that any R-worker has cached.
         """
         doubtful = self.scheduler.members.doubt()
         for sequence_id in doubtful:
@@ -212,7 +213,9 @@ class Cycle(Generic[T]):
         return spoilt
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
-        """Record the step. The scheduler learns from the step alone; the record includes the companions' seconds."""
+        """Record the step.
+        The record includes the companions' seconds; the times that the scheduler learns from do not.
+        """
         report = replace(report, lost=self._lost) if self._lost else report
         record = self.world.record(step, report, num_output_tokens, self.scheduler.store.pool)
         self._lost = ()

@@ -94,7 +94,7 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step finds out which R-worker is lost
             scheduler.transfers.done(transfer, seconds)
-            # A transfer ends with its last piece; until then the next pass continues it
+            # A transfer ends when its last piece is copied; until then the next pass copies another piece
             ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends

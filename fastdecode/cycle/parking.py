@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class _Disk:
     """The disk of an R-worker, valid while the scheduler's ``WorkerState`` at ``index`` is ``state``.
     ``wishes``: sequences that wait for parked prefixes, oldest first. ``waking``: the prefix that is being loaded for
-    the first of them. ``parking``: the prefix being written, and its chain when writing began.
+    the first of them. ``parking``: the prefix that is being written, and its block hashes as of the first write.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Parking(Companion):
         self.rests = all(each.park_after is None for each in r_workers)
 
     def joined(self, worker: int) -> None:
-        """Start to look at disks with the first R-worker that has one."""
+        """Stop resting if R-worker ``worker`` has a disk for prefixes."""
         if self._r_workers[worker].park_after is not None:
             self.rests = False
 
@@ -73,7 +73,7 @@ class Parking(Companion):
         self._work(cycle, now + seconds, -1.0)
 
     def forget(self, sequence_id: int) -> None:
-        """Search the disks again for a prefix of ``sequence_id``, in case another sequence gets this id."""
+        """Search the disks again when a sequence with the id ``sequence_id`` waits."""
         self._looked.discard(sequence_id)
 
     def finish(self, cycle: Cycle, most_seconds: float) -> None:
@@ -208,7 +208,7 @@ class Parking(Companion):
             disk.parking = None  # the prefix was evicted meanwhile
             return True
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # the fork that makes the prefix may still be pending
+            cycle.tell()  # the FORK control that creates the prefix may be pending
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         superseded = parked.superseded(prefix)
@@ -250,5 +250,5 @@ class Parking(Companion):
         disk.waking = disk.parking = None
         while disk.wishes:
             if is_gone:
-                self._looked.discard(disk.wishes[0].sequence_id)  # another R-worker may have parked it as well
+                self._looked.discard(disk.wishes[0].sequence_id)  # another disk may also have the prefix
             scheduler.queue.come_back(disk.wishes.popleft())

@@ -67,7 +67,7 @@ class DraftCounts:
 
 
 class Drafts:
-    """Grants draft tokens the rows, KV load and blocks that decodes and prompts leave of a step.
+    """Grants rows, KV load and blocks to draft tokens, as far as decodes and prompts leave some in a step.
     Drafts preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. Blocks for
     drafts are granted before drafting, since a drafter may cache the tokens on R-workers too.
     """
@@ -118,7 +118,7 @@ class Drafts:
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
-        """Drop the proposed drafts, and free the blocks granted for drafts that are unused."""
+        """Drop the proposed drafts, and free the unused ones of the blocks granted for drafts."""
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.drafts.forget(sequence.row)
@@ -132,7 +132,7 @@ class Drafts:
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Return the drafts of this step by sequence id, cut to the rows that the step has left.
+        """Return the drafts of this step by sequence id, cut to the rows still free in the step.
         ``rows``: table rows of the decoding sequences; ``prompts``: the step's prompt chunks. ``kv_limits``: KV tokens
         that each R-worker may attend, float64 [num_workers]; None if they are not strict.
         """
@@ -167,8 +167,8 @@ class Drafts:
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return ``counts``, draft tokens of each of ``rows``, cut to the available blocks.
-        Blocks are granted on an R-worker if every sequence there could still take one more. Elsewhere drafts only fill
-        blocks that their sequences already have.
+        Blocks are granted on an R-worker only if one more block stays available for each sequence there. Otherwise
+        drafts only fill blocks that their sequences already have.
         """
         table, workers = self._table, self._workers
         held, cached = workers.sizes.blocks_of_tokens(table.num_blocks[rows]), table.tail_lens(rows)

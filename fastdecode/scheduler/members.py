@@ -39,7 +39,7 @@ class Members:
 
     def drained(self) -> list[int]:
         """Return the draining R-workers that hold no sequence, and that no waiting sequence needs.
-        The last R-worker never counts.
+        None is returned while no other R-worker accepts sequences.
         """
         growing = [each for each in self._residents.all if self._room.may_split(each)]
         return [
@@ -52,7 +52,7 @@ class Members:
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
         """Return the ids of sequences that lost cached tokens with the lost R-workers ``workers``.
-        Their tokens of the last step must be discarded, since they attended there or will be recomputed.
+        Discard the tokens that the last step sampled for them: they may depend on lost R-workers, or are recomputed.
         """
         return self._losses.spoilt(workers)
 

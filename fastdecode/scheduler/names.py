@@ -1,5 +1,5 @@
 """The meaning of each cache id on the R-workers: the tokens of one sequence from one position on.
-The journal records it for a later engine.
+The journal records these meanings for a later engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NO_NOTES = Notes([], [])
 
 class Names:
     """Records cache ids as they are assigned, if ``is_wanted``.
-    An id is not recorded if it equals the sequence's own id and begins with its first token. ``counts_prompts``: prompt
-    rows may attend on other R-workers than the ones that store them. If one of these is lost, the stored rows are wrong
-    until the next step. So the record says how many tokens of each prompt are correct.
+    A segment that begins a sequence and has the sequence's own id is not recorded. ``counts_prompts``: also record how
+    many tokens of each prompt are correct. This is needed if prompt rows attend on other R-workers than those that
+    store them. Until the next step, the loss of an attending R-worker makes the stored rows wrong.
     """
 
     def __init__(self, counts_prompts: bool) -> None:

@@ -62,8 +62,8 @@ class RemotePrompts:
 
     def start(self, sequence: TokenSequence) -> bool:
         """Let prefill workers compute the prompt of ``sequence``, which has just started.
-        Return False if the S-worker must compute it. After a cached prefix prefill workers compute the rest, and read
-        the prefix from its R-workers. The results go to each copy of each segment.
+        Return False if the S-worker must compute it. After a cached prefix, prefill workers compute the rest of the
+        prompt. They read the prefix from the R-workers that hold it. The results go to each copy of each segment.
         """
         if self.policy is None or sequence.scored:
             return False
@@ -84,7 +84,7 @@ class RemotePrompts:
 
     def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
         """Return the R-workers that store the prompt of ``sequence`` or hold its first ``context_len`` tokens.
-        The home of a segment precedes its other copy. The first place has the job's number as its ticket.
+        The home of a segment precedes its second R-worker. The ticket of the first R-worker is ``job_id``.
         """
         tickets = itertools.chain([job_id], self._job_ids)
         places = []

@@ -54,11 +54,11 @@ class SchedulerStatistics:
 
 class Scheduler:
     """Schedules by one rule with three budgets: tokens per step, KV tokens attended per step and R-worker, KV blocks.
-    The oldest sequences come first. A sequence starts only after all older ones, unless those wait for a prefix in
-    computation. When blocks run out, the youngest are preempted and recomputed later. So the oldest always continues,
-    and every sequence ends. Its public parts: ``store`` knows which R-workers hold which tokens, and their pending
-    controls. ``members`` adds and removes R-workers. ``transfers`` says what to copy between two steps. ``drafts`` says
-    for which sequences to draft. ``load_limit`` is the limit of KV tokens per step.
+    The oldest sequences come first. A sequence starts only after all older ones, except for those that wait until
+    another sequence has computed their prefix. When blocks run out, the youngest are preempted and recomputed later. So
+    the oldest always continues, and every sequence ends. Its public parts: ``store`` knows which R-workers hold which
+    tokens, and their pending controls. ``members`` adds and removes R-workers. ``transfers`` says what to copy between
+    two steps. ``drafts`` says for which sequences to draft. ``load_limit`` is the limit of KV tokens per step.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Scheduler:
     def abandon(self, step: ScheduledStep) -> None:
         """Handle a step that R-workers received but that was not computed.
 
-        Prompts that arrived with it arrive with the next one. The states of a hybrid's sequences may have been written;
-        these sequences are recomputed.
+        Prompts that arrived with ``step`` arrive with the next step. Recurrent states may have been written, so
+        sequences with such states are recomputed.
         """
         self.remote_prompts.arrive_again(step)
         if self.limits.sizes.rewinds:
@@ -197,8 +197,8 @@ class Scheduler:
 
     def prefilled(self, job_id: int, now_seconds: float = 0.0, missed: Collection[int] = ()) -> bool:
         """Handle a prompt that prefill workers have computed and stored. The next step samples its first token.
-        ``missed``: tickets of R-workers that could not be reached. The prompt failed if no other R-worker has their
-        tokens. Return False then, and if the sequence was aborted, lost or preempted meanwhile.
+        ``missed``: tickets of R-workers that could not be reached. If their tokens have no other copy, the prompt has
+        failed. Return False if it has failed, or if the sequence was aborted, lost or preempted meanwhile.
         """
         if missed and not self.remote_prompts.drop_missed(job_id, missed):
             self.prefill_failed(job_id, now_seconds)

@@ -22,9 +22,9 @@ class Prefill(Enum):
 @dataclass(frozen=True)
 class Schedule:
     """The settings that define a schedule.
-    ``waves``: no sequence starts before all running ones have ended. ``reserves_longest``: a sequence reserves the
-    blocks of the longest possible one at its start, as a contiguous cache must. ``stabilizes_load``: starts are spread
-    so that the KV tokens attended per step stay even.
+    ``waves``: no sequence starts before all running ones have ended. ``reserves_longest``: each sequence reserves, at
+    its start, as many blocks as the longest possible sequence needs, as in a contiguous cache. ``stabilizes_load``:
+    starts are spread so that the KV tokens attended per step stay even.
     """
 
     prefill: Prefill
@@ -59,13 +59,13 @@ class Limits:
     ``max_num_batched_tokens``: token budget of a whole step. ``scratch_tokens``: prompt tokens whose keys and values
     the S-worker can hold. ``num_blocks``, ``bandwidths``: KV blocks of each R-worker, and its initial speed in any
     unit. ``kv_load_limit``: KV tokens attended per step over all R-workers; None while unknown.
-    ``micro_batch_interval``: steps between micro-batches; None for a 32nd of an output. ``balanced_kv_tokens``: what an
-    R-worker of mean speed attends in the time of the S-part, if known beforehand; it implies a load limit.
-    ``idle_s_share``: S-part seconds of an almost empty step over those of a full one. ``seconds_per_moved_token``:
+    ``micro_batch_interval``: steps between micro-batches; None for a 32nd of an output. ``balanced_kv_tokens``: the KV
+    tokens that an R-worker of mean speed attends in S time, if known beforehand; they imply a load limit.
+    ``idle_s_share``: S time of an almost empty step divided by that of a full step. ``seconds_per_moved_token``:
     initial price of moving a cached token; infinite forbids moves for balance. ``hosts``: the machine of each R-worker
-    by any unique name; empty if unknown. ``state_blocks``: blocks of a hybrid's states per sequence. If states are on
-    the S-worker, this is 1, ``kept_states`` is the most states of prefixes, and ``state_worth_blocks`` is how many
-    blocks of tokens take the memory of one state.
+    by any unique name; empty if unknown. ``state_blocks``: blocks per sequence for a hybrid model's recurrent states.
+    If the S-worker keeps the states, ``state_blocks`` is 1. ``kept_states``: most states kept for prefixes.
+    ``state_worth_blocks``: how many blocks of tokens take the memory of one state.
     """
 
     max_num_seqs: int

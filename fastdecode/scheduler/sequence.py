@@ -15,7 +15,7 @@ class TokenSequence:
     ``max_tokens`` bounds the output; ``num_cached`` tokens are in R-workers' caches.
 
     ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1).
-    This sequence computes the prompt, and they are forked from it then. ``num_prefill`` tokens have to be computed
+    This sequence computes the prompt; then its siblings are forked from it. ``num_prefill`` tokens have to be computed
     before it can decode: its prompt, and after a preemption also its output so far.
 
     ``segments``: where its tokens are cached, in order; empty before it starts. It appends to its ``tail``. Earlier
@@ -25,8 +25,7 @@ class TokenSequence:
     ``num_hit_tokens``: prompt tokens found in the prefix cache at its start. ``outputs_at_start``: output tokens at its
     last start, None before the first. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: the prefill
     workers' job that computes its prompt; 0 if the S-worker does. ``scored``: logits of the prompt are wanted, so that
-    the S-worker computes all of it. ``woken_on``: the R-worker that loaded its prefix from disk, where it waits since;
-    -1 for none.
+    the S-worker computes all of it. ``woken_on``: the R-worker that has loaded its prefix from disk; -1 for none.
     """
 
     sequence_id: int

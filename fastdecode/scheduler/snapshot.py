@@ -68,7 +68,7 @@ class SequenceSnapshot:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The R-workers that hold a part of the sequence, in no order."""
+        """The R-workers with a copy of any segment of the sequence, in no order."""
         return tuple({worker for segment in self.segments for worker in segment.workers})
 
 
@@ -90,8 +90,8 @@ class Snapshot:
     """The scheduler's whole state between two calls.
     ``num_running``: sequences with a cache, and siblings that will have one once their prompt is computed. ``pool``:
     how many sequences have one copy, and two. ``sequences``: sequences with a cache, by id. ``waiting``: ids of waiting
-    sequences, oldest first. ``following``: ids of sequences that wait for another's prefix. ``num_prefixes``: retained
-    prefixes. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
+    sequences, oldest first. ``following``: ids of sequences that wait until another sequence has computed their prefix.
+    ``num_prefixes``: retained prefixes. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
     """
 
     r_workers: tuple[RWorkerSnapshot, ...]
@@ -140,7 +140,7 @@ class Snapshot:
         return [each.sequence_id for each in self.sequences.values() if each.decodes]
 
     def on(self, worker: int) -> list[int]:
-        """Return the ids of sequences with a part on R-worker ``worker``, in ascending order."""
+        """Return the ids of sequences with a segment on R-worker ``worker``, in ascending order."""
         return [each.sequence_id for each in self.sequences.values() if worker in each.workers]
 
 

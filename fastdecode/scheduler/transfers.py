@@ -36,7 +36,7 @@ class Transfers:
         leave a draining R-worker, but find no room, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
-            self._store.transfers.drop(transfer)  # the caller did not carry this transfer out
+            self._store.transfers.drop(transfer)  # moves take one piece, so this one was not carried out
         if self.copies:
             self._lifecycle.carry_out(self.copies.leave_draining())
         for sequence in self.moves.homeless():
@@ -50,7 +50,7 @@ class Transfers:
 
     def done(self, transfer: Transfer, seconds: float) -> None:
         """Record that the bytes of ``transfer`` were copied in ``seconds``, while no step ran.
-        If it was a move, the next step frees the blocks of the R-worker that it moved from.
+        After a move, the next step frees the blocks on the source R-worker.
         """
         self._price.paid(transfer.num_tokens, seconds)
         if transfer.is_move or self.copies is None:
@@ -64,7 +64,7 @@ class Transfers:
         (self.copies.joined if self.copies else self.moves.even_out)(worker)
 
     def lost(self) -> None:
-        """Record that an R-worker was lost, so that missing second copies come first."""
+        """Record that an R-worker was lost, so that second copies wait until the next step has run."""
         if self.copies:
             self.copies.lost()
 

@@ -56,7 +56,7 @@ class WaitingQueue:
         return bool(self._waiting) and self._prefix_cache.leaders.leader_of(self._waiting[0]) is not None
 
     def set_followers_aside(self) -> None:
-        """Let the oldest waiting sequences follow those that compute their prefixes, up to one that need not wait."""
+        """Set the oldest waiting sequences aside while others compute their prefixes, up to one that need not wait."""
         leader_of = self._prefix_cache.leaders.leader_of
         while self._waiting and (leader := leader_of(self._waiting[0])):
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
@@ -102,8 +102,8 @@ class WaitingQueue:
 
 class Lifecycle:
     """Carries out policies' decisions, and moves sequences between the queue and the store.
-    Followers of a sequence are queued again when it ends or restarts. ``num_preemptions``: sequences that lost their
-    cache to others, or for lack of room.
+    Followers of a sequence are queued again when it ends or restarts. ``num_preemptions``: how many times a sequence
+    was preempted.
     """
 
     def __init__(self, store: Store, queue: WaitingQueue) -> None:

@@ -35,7 +35,7 @@ class Copy:
 
 class Columns(Protocol):
     """Columns of a table with one row per sequence that has a cache, int64 [num_rows].
-    They are the counts of the sequence's tail, the tail's home R-worker, and the sequence's last token.
+    They hold the tail's start, number of blocks and home R-worker, the number of cached tokens, and the last token.
     """
 
     @property
@@ -62,8 +62,8 @@ class Segment:
     """Consecutive tokens of a sequence, which R-workers hold as their own sequence ``cache_id``.
     The tokens begin at ``start``; each of ``copies`` holds all of them. The first copy is the home. A segment without
     copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per R-worker, which
-    include blocks for coming tokens. The counts of a growing segment are kept in a row of a table, so that thousands of
-    segments advance as arrays.
+    include blocks for coming tokens. These numbers of a growing segment are kept in a row of a table, so that thousands
+    of segments advance as arrays.
     """
 
     __slots__ = ("_columns", "_num_blocks", "_num_tokens", "_row", "cache_id", "copies", "start")
@@ -114,16 +114,16 @@ class Segment:
         return len(self.copies) > 1
 
     def on(self, worker: int) -> Copy | None:
-        """Return the copy on R-worker ``worker``, or None if it has none."""
+        """Return the copy on R-worker ``worker``, or None if there is none."""
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:
-        """Keep the segment's counts in ``row`` of ``columns`` until ``release``."""
+        """Keep the segment's numbers of tokens and blocks in ``row`` of ``columns`` until ``release``."""
         num_tokens, num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = columns, row
         self.num_tokens, self.num_blocks = num_tokens, num_blocks
 
     def release(self) -> None:
-        """Copy the segment's counts out of its table row, so that another segment can use the row."""
+        """Copy the numbers of tokens and blocks out of the table row, so that another segment can use the row."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = None, -1

@@ -90,8 +90,8 @@ NUM_STEPS = 3
 
 class Speeds:
     """Each R-worker's speed: attended KV tokens divided by busy seconds, both decaying sums. A new speed resets both.
-    Bandwidth measured at the start does not show which R-workers will share cores: two on one core, or one with a busy
-    neighbour. Busy seconds do show it. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
+    Bandwidth measured at the start does not show that R-workers later share cores with each other or with other
+    programs. Busy seconds do show it. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
     float64 [num_workers].
     """
 
@@ -104,8 +104,8 @@ class Speeds:
     @property
     def lasting(self) -> np.ndarray:
         """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
-        They equal the bandwidths while all speeds are as expected within ``tolerance``. An R-worker that was never at
-        work counts by its bandwidth.
+        They equal the bandwidths while all speeds are as expected within ``tolerance``. For an R-worker that was never
+        at work, its bandwidth is used.
         """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
@@ -136,7 +136,7 @@ class Speeds:
         """Learn from one decode step: attended KV tokens and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
-        # An R-worker with less than this part of the longest busy time, or of the largest load, counts as not at work
+        # An R-worker with less than this fraction of both the longest busy time and the largest load counts as idle
         at_work = 0.25
         seen = (seconds >= at_work * seconds.max()) | (tokens >= at_work * tokens.max())
         seen &= seconds > 0
@@ -159,7 +159,7 @@ class Speeds:
 
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
         """Count the consecutive steps in which each R-worker was faster (above 0) or slower (below 0) than usual.
-        The sums of these steps are kept. A slowdown that all R-workers share is no change.
+        Sum the KV tokens and busy seconds of these steps. A slowdown that all R-workers share is no change.
         """
         tokens, seconds = self._usual.sums
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
@@ -170,7 +170,7 @@ class Speeds:
         ratios /= _median(ratios)
         # An R-worker's speed may have changed if it deviates by more than this factor, relative to the other R-workers
         changed = 1.2
-        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # all as usual, or one R-worker without comparison
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # no change, or only one R-worker
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)

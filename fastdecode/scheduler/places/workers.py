@@ -29,8 +29,8 @@ class RoomError(BackendError):
 class Prefix:
     """A retained prefix: cached tokens that no sequence owns, held by R-worker ``worker`` as ``prefix_id``.
     ``block_hashes[i]`` covers all tokens up to the end of block i. If a sequence has two copies, both are retained with
-    the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has: blocks of a hybrid's
-    state, and of the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
+    the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has, for a recurrent
+    state and for the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
     ``contains``: names of shorter prefixes with a ``rest`` that this prefix begins with. ``used_seconds``: the time of
     the last use. ``is_parked``: its R-worker's disk also has the whole prefix.
     """
@@ -48,19 +48,19 @@ class Prefix:
 
     @property
     def name(self) -> bytes:
-        """The hash of all tokens of the prefix, which names its parked chain."""
+        """The hash of all tokens of the prefix; on disk, the prefix is stored under this name."""
         before = self.block_hashes[-1] if self.block_hashes else b""
         return hash_after(before, self.rest) if self.rest else before
 
 
 @dataclass(eq=False, slots=True)
 class WorkerState:
-    """The scheduler's record of one R-worker. After its loss it keeps its index until another R-worker takes that.
-    ``free`` of its ``num_blocks`` KV blocks are counted as the R-worker counts them. Blocks with a single owner are
-    only counted. Blocks that several owners may share are :class:`Block` objects, counted once. ``cached``: blocks that
-    only retained ``prefixes`` hold, least recently used first; they can be freed at any time. ``num_sequences``:
-    sequences that append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to
-    send. ``host``: the R-worker's machine.
+    """The scheduler's record of one R-worker. A lost R-worker keeps its index until a new R-worker takes the index.
+    ``free``: how many of its ``num_blocks`` KV blocks are free, counted as the R-worker counts. Blocks that several
+    owners may share are :class:`Block` objects; other blocks are only counted. ``cached``: blocks that only retained
+    ``prefixes`` hold, least recently used first; they can be freed at any time. ``num_sequences``: sequences that
+    append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to send. ``host``:
+    the R-worker's machine.
     """
 
     index: int
@@ -152,7 +152,7 @@ class WorkerState:
 
 class Workers:
     """The records of all R-workers by index, including the last ``KEPT_GONE`` lost ones.
-    Figures that are compared across R-workers are arrays.
+    Values that are compared across R-workers are arrays.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Admission: decides which waiting sequence starts next and where, within seats, blocks, KV load and token budget.
-Prompts are cut to the token budget of a step.
+"""Admission: decides which waiting sequence starts next and where, within several budgets.
+The budgets are seats (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the token budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastdecode.scheduler.store.store import Store
 from fastdecode.scheduler.waiting import WaitingQueue
 
 WouldBegin = Callable[[int, int], int | bool]
-"""Given uncomputed prompt tokens and cached ones before them: would this step or a prefill worker compute some?"""
+"""Given the numbers of uncomputed prompt tokens and of cached ones: would this step or prefill workers compute any?"""
 
 
 class _Start(NamedTuple):

@@ -1,4 +1,4 @@
-"""The decodes of a step: which sequences decode, their new blocks, and which of two copies' R-workers attends."""
+"""The decodes of a step: which sequences decode, their new blocks, and which R-worker attends where two have a copy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Decodes:
 
     def _victim(self, worker: int) -> TokenSequence:
         """Return the youngest sequence on R-worker ``worker``, to be preempted.
-        It is never the oldest sequence there, nor one that got no token since it was preempted before.
+        Sequences that got no token since their last preemption are passed over, unless only they and the oldest are
+        there.
         """
         here = self._store.residents.on(worker)
         for sequence in reversed(here[1:]):
@@ -79,8 +80,8 @@ class Decodes:
         return here[-1]
 
     def _within_load_limit(self) -> np.ndarray:
-        """Return the decoding rows, without the youngest sequences that would exceed a strict load limit.
-        The limit would be exceeded when outputs are longer than expected.
+        """Return the rows that may decode: a strict load limit excludes the youngest sequences that would exceed it.
+        This happens when outputs are longer than expected.
         """
         table, limits = self._table, self._load_limit.strict
         rows = table.rows
@@ -149,7 +150,7 @@ class _Choice:
         """
         # Ratio of the busiest R-worker's time to the mean, below which no choice is changed
         even = 1.002
-        # Most changes in one step; the next step continues
+        # Most changes in one step; the next step makes further ones
         most_swaps = 64
         for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
@@ -174,8 +175,8 @@ class _Choice:
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
         """Return the indices of one or two segments whose change relieves R-worker ``busiest`` most; None if none does.
-        One segment of the busiest R-worker is attended by its other holder. A second segment may be attended by its
-        other holder instead of there.
+        The first segment passes from ``busiest`` to its other holder. If this does not help, that holder passes a
+        second segment to the second segment's other holder.
         """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)

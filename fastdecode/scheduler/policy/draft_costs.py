@@ -15,12 +15,12 @@ LEVEL_RATE = 1 / 16
 class RowCost:
     """The time of a step with x rows, in any unit: level + slope · (x - rows).
     ``level`` and ``rows`` are means of the last steps' times and rows. The slope is fitted to changes from step to
-    step. It lies between 0 (constant time) and level / rows (proportional time). Beyond the most rows seen lately, it
-    is at least ``beyond`` of the proportional slope.
+    step. It lies between 0 (constant time) and level / rows (proportional time). Above the highest row count of recent
+    steps, the slope is at least ``beyond`` times the proportional slope.
     """
 
     def __init__(self, prior: float, beyond: float) -> None:
-        """``prior``: the slope assumed until the number of rows changes, as a part of level / rows."""
+        """``prior``: the slope assumed until the number of rows changes, as a fraction of level / rows."""
         self.rows = self.level = 0.0
         self._prior, self._beyond = prior, beyond
         self._products = self._squares = self._noise = self._widest = 0.0
@@ -31,7 +31,8 @@ class RowCost:
         if not self.rows:
             return 0.0
         unit, proportional = self.rows * self.rows, self.level / self.rows
-        # Weight of the prior slope, in squared relative changes of rows: less than one trial with a quarter more rows
+        # Weight of the prior slope, in squared relative changes of rows. One trial with 25 % more rows weighs more:
+        # 0.0625
         slope_prior_weight = 0.05
         weight = slope_prior_weight * unit
         fitted = (self._products + weight * self._prior * proportional) / (self._squares + weight)
@@ -64,21 +65,21 @@ class RowCost:
         return widest + slope * np.minimum(further, 0.0) + beyond * np.maximum(further, 0.0)
 
     def _fit(self, rows: float, value: float, rate: float) -> float:
-        """Fit the slope to one more step, and return its time ``value`` without pauses of the machine."""
+        """Fit the slope to one more step; return its time ``value``, cut if it contains a pause of the machine."""
         expected, change = self.level + self.slope() * (rows - self.rows), rows - self.rows
         relative = change / self.rows
-        # Most by which a step's time may exceed the expected time, as a part of the latter. A longer time is a pause of
-        # the machine, and is cut to this.
+        # Largest excess of a step's time over the expected time, as a fraction of the expected time. A longer time is a
+        # pause of the machine, and is cut to this excess.
         most_jump = 0.5
         highest = (1.0 + most_jump) * max(expected, self.level * rows / self.rows)
         value = min(value, highest)
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
-        # The slope is fitted over recent changes of batch rows. Their squared relative changes sum to this: two
-        # doublings, or 32 changes of 25 %. Steps with unchanged rows say nothing about it, so they change nothing.
+        # The slope is fitted over recent changes of batch rows. Their squared relative changes sum to about this value:
+        # two doublings, or 32 changes of 25 %. Steps with unchanged rows say nothing about it, so they change nothing.
         slope_memory = 2.0
         kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
         kept *= slope_memory / (slope_memory + relative**2)
-        # Least relative change of rows that counts; the effect of a smaller one is lost in noise
+        # Least relative change of rows that counts; the effect of a smaller change is lost in noise
         least_change = 0.05
         if abs(relative) < least_change:
             return value
@@ -98,11 +99,11 @@ class GivenTimes:
 
     def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
         """Return the seconds of steps with ``num_tokens`` plus each of ``more`` rows.
-        All R-workers count as loaded as the busiest in ``kv_loads``.
+        Each R-worker is assumed to have the highest of ``kv_loads``.
         """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
-        # Row counts at which a ``StepTime`` is computed, most of them low; it is interpolated in between
+        # Number of row counts at which a ``StepTime`` is computed, most of them low; other times are interpolated
         most_points = 33
         # A smaller relative change of the KV load does not cause another computation
         same_load = 0.02

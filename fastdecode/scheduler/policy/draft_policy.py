@@ -14,14 +14,14 @@ FIRST_STEPS = 4
 """Decode steps without drafts at the beginning; the first steps are slow and tell little."""
 
 PRIOR = 0.5
-"""Assumed acceptance before any draft was verified. N-grams of code reach 0.6 to 0.8, those of prose 0.3."""
+"""Assumed acceptance before any draft was verified. N-gram drafts reach 0.6 to 0.8 on code, and 0.3 on prose."""
 
 LEAST_GAIN = 0.02
 """Least relative gain in tokens per second for which drafts are used. Forecasts are no more precise than this."""
 
 LEAST_TRIAL_STEPS, MOST_TRIAL_STEPS = 16, 256
 """Least and most steps between trials.
-The lower bound notices repetitive text soon; the upper bound notices a change of the machine at last.
+The lower bound lets repetitive text be noticed soon; the upper bound limits how late a changed machine is noticed.
 """
 
 NOTHING = np.zeros(1, np.int64)
@@ -34,10 +34,10 @@ class BalancedDrafts:
     """Adds draft tokens in order of their chances, as long as the expected tokens per second rise.
     A step of n sequences yields n tokens, and draft j of a sequence with acceptance a yields another a^j. The step
     takes S + R - overlap · min(S, R) plus a constant. S, the S-worker's time, and R, the slowest R-worker's, depend on
-    rows (:class:`RowCost`), and R on KV tokens too. So R-bound steps get drafts until S is as long. S-bound steps get
-    none, since their time rises at least as fast as their tokens, unless rows turn out to be free on the S side. Now
-    and then a trial assumes smaller slopes than fitted, and gives one more draft to sequences whose drafts were
-    rejected.
+    rows (:class:`RowCost`), and R on KV tokens too. So if R is longer than S, drafts are added until S is as long. If S
+    is longer, none are added: the step's time would rise at least as fast as its tokens. Exception: rows turn out to
+    cost the S-worker little. Now and then a trial assumes smaller slopes than fitted, and gives one more draft to
+    sequences whose drafts were rejected.
     """
 
     def __init__(self, most_drafts: int, num_mini_batches: int, step_time: StepTime | None = None) -> None:
@@ -49,8 +49,8 @@ class BalancedDrafts:
         self._given = GivenTimes(step_time) if step_time else None
         # Assumed slope of S until rows change: time proportional to rows, the worst case
         s_slope = 1.0
-        # Assumed slope of R until rows change, as a part of one read of the cache. Measured: 0.04 (MHA, bfloat16), 0.4
-        # (groups of 4), 0.8 (groups of 8).
+        # Assumed slope of R until rows change, as a fraction of the time to read a sequence's cache. Measured: 0.04
+        # (MHA, bfloat16), 0.4 (GQA, groups of 4), 0.8 (groups of 8).
         r_slope = 0.25
         self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
         self._drafting = RowCost(s_slope, 1.0)
@@ -62,11 +62,10 @@ class BalancedDrafts:
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Return each sequence's acceptance rate: of its own drafts, and of all drafts while its own are few."""
-        # Verified drafts after which the rate of all sequences weighs as much as ``PRIOR``
+        # Number of verified drafts at which the rate of all sequences weighs as much as ``PRIOR``
         pool_weight = 4.0
         self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
-        # Verified drafts after which a sequence's own rate weighs as much as the rate of all sequences: one
-        # verification
+        # Number of its verified drafts at which a sequence's own rate weighs as much as the rate of all sequences
         prior_weight = 2.0
         return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
@@ -111,7 +110,7 @@ class BalancedDrafts:
         self._exposed += rate * (max(0.0, wait_seconds - busiest) - self._exposed)
 
     def observe_drafting(self, num_sequences: int, num_passes: int, seconds: float) -> None:
-        """Learn the seconds of drafting ``num_passes`` tokens for ``num_sequences`` sequences each.
+        """Learn the seconds of drafting ``num_passes`` tokens for each of ``num_sequences`` sequences.
         See ``DraftPolicy``.
         """
         if num_sequences and num_passes:
@@ -124,8 +123,8 @@ class BalancedDrafts:
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
         rows = num_tokens + usual
-        # Most additional rows in a trial if the S-worker is the bottleneck, as a part of the step's rows. Otherwise
-        # rows may double.
+        # Most additional rows in a trial if the S-worker is the bottleneck, as a fraction of the step's rows. Otherwise
+        # the number of rows may double.
         trial_rows = 0.25
         # Additional rows that every trial may have, since a step of a few rows takes as long as one of 16
         free_rows = 4
@@ -136,7 +135,7 @@ class BalancedDrafts:
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
         after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
-        # Part of all time that trials may take; cheap trials are frequent
+        # Fraction of all time that trials may take; so cheap trials are frequent
         trial_cost = 0.005
         steps = (after - before) / max(before, LEAST_SECONDS) / trial_cost if chosen.any() else math.inf
         self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))

@@ -33,7 +33,7 @@ class Future:
         self._forecast = None
 
     def learn_lengths(self) -> None:
-        """Learn from the running sequences that outputs may be at least as long as theirs."""
+        """Update the length estimate with the present output lengths of running sequences, which are lower bounds."""
         self.output_lengths.running(self._table.num_outputs(self._table.rows))
 
     def forecast(self) -> LoadForecast:

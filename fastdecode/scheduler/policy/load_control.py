@@ -17,7 +17,7 @@ With less, chance would delay newcomers, and they would start as a wave later.
 """
 
 TOLERANCE = 0.015
-"""Starts are spread even if the run takes this part longer, since its steps are then even."""
+"""Starts are spread even if this makes the run longer by this fraction, since its steps are then even."""
 
 
 class LoadControl:
@@ -27,20 +27,20 @@ class LoadControl:
     start one big wave, so starts are spread as well. Each start costs its KV area, and every step earns the mean load:
     in a steady state, the area started per step equals the mean load. Earnings are spent in micro-batches. Every F
     steps, as many sequences start as F steps earn. For equal lengths S and B in flight, this is the paper's M = B·F/S.
-    By default F is short, so that prompts do not come in bursts. But if an R-worker holds few sequences, F is long
-    enough to earn one for each R-worker. Then all have the same mix of ages; otherwise the one whose oldest sequence is
-    about to end would always be far above the mean. Earnings that cannot be spent while a sequence waits for room are
+    By default F is short, so that prompts do not come in bursts. But if R-workers hold few sequences, F is long enough
+    to start one sequence on each. Then all R-workers have the same mix of ages. Otherwise the R-worker whose oldest
+    sequence is about to end would always be far above the mean load. While a sequence waits for room, some earnings are
     kept.
 
-    If starts are not spread, the S-worker's load is kept even. With all seats taken, a step has at most the rows of a
-    mean one: a token for each seat, and the prompt rows that newcomers bring per token. R-workers above their limits
-    hide additional rows. Free seats add what the token budget leaves, but little if few are free: they should be filled
-    soon, and a long prompt must not wait. If a limit is strict, or starts are spread as micro-batches, prompts take all
-    that the token budget leaves, since they must end when the forecast says.
+    If starts are not spread, the rows of each step are limited, so that the S-worker's load is even. With all seats
+    taken, the limit is the rows of a mean step: per seat, one decode and its mean share of prompt rows. If an R-worker
+    exceeds its load limit, R time hides more S time, so the row limit rises in proportion. It also rises with free
+    seats, up to the token budget, so that they are filled soon. If a load limit is strict, or starts are spread, the
+    rows are not limited so: prompts must end when the forecast says.
 
-    A strict :class:`LoadLimit` has to be kept. Any other limit is met by the mean load, with the schedule's own ripple,
-    F/S, on top. Exceeding it costs nothing but even steps. So starts are spread only while that pays, and what fits the
-    free seats starts at once.
+    A strict :class:`LoadLimit` is never exceeded. Any other limit is the mean load to aim at; single steps exceed it by
+    the ripple F/S, which only makes them uneven. So starts are spread only while the run does not get much longer.
+    Without spreading, sequences start as soon as a seat is free.
     """
 
     def __init__(self, limit: LoadLimit, interval_steps: int | None = None) -> None:
@@ -67,8 +67,8 @@ class LoadControl:
     ) -> None:
         """Decide whether starts are spread; earn a step's mean load, or a micro-batch's if no sequence runs.
         ``head``: the first waiting sequence. ``waiting``: returns the sequences that free seats could take now, in
-        order, without R-workers. ``fits_seats``: no other sequence waits. ``outlook``: returns the rest of the run;
-        None while output lengths are unknown.
+        order, not placed on R-workers yet. ``fits_seats``: no further sequence waits. ``outlook``: returns the rest of
+        the run; None while output lengths are unknown.
         """
         if self._limit.tokens is None or head is None:
             self._is_paced, self._looked = False, 0
@@ -100,14 +100,14 @@ class LoadControl:
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
         """Return the most rows of a step, prompts included. ``kv_loads``: attended KV tokens, float64 [num_workers].
-        ``free_seats``: the part of all seats without a decoding sequence.
+        ``free_seats``: the fraction of seats without a decoding sequence.
         """
         if not self.bounds_rows:
             return token_budget
         present = self._limit.shares > 0
         hidden = float((kv_loads[present] / self._limit.of_workers[present]).max())
         even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
-        # Part of free seats at which prompts get the whole token budget
+        # Fraction of free seats from which on prompts get the whole token budget
         filling = 1 / 8
         return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / filling) ** 2))
 
@@ -121,7 +121,9 @@ class LoadControl:
     ) -> bool:
         """Return whether starts should be spread.
 
-        A user's limit must be kept. Otherwise spreading must pay, either from the first step of a queue or clearly.
+        Under a strict limit, this is so if starting all waiting sequences at once would exceed it. Otherwise the
+        expected time of the run decides: in the first step of a queue, spreading may cost ``TOLERANCE`` of it. Later,
+        spreading must save that much.
         """
         if self._limit.is_strict:
             return self._exceeds(waiting(), forecast())
@@ -149,8 +151,8 @@ class LoadControl:
         slack = 1.0 if self._interval_steps else SLACK
         mean = (self._limit.tokens or 0) / (ripple * slack if self._limit.is_strict else 1.0)
         enough = max(interval * mean, area)
-        # Part of a sequence's life whose earnings are kept while newcomers wait for room. With more, they would start
-        # as a wave.
+        # Earnings that are kept while newcomers wait for room: at most the mean load of this fraction of a sequence's
+        # decode steps. With more, newcomers would later start as a wave.
         kept_part = 1 / 16
         self._earned = min(self._earned + mean, enough + mean * head.decode_steps * kept_part - self._granted)
         total = self._earned + self._granted

@@ -19,10 +19,10 @@ SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
 class Newcomer:
     """A sequence before its first decode: ``num_prefill`` tokens, ``num_left`` of them still to compute.
     ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
-    on the R-worker. ``expected_area``: KV tokens that each attends over its life, if lengths are only expected; None
-    means Σ (p + k) over its decode steps k. ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each
-    closed segment. ``copy``: the R-worker of its second copy, which is expected to attend half of its decode steps; -1
-    for none.
+    on the R-worker. ``expected_area``: KV tokens that each of these sequences attends in all its decode steps, if
+    lengths are only expected. None: lengths are known, so this is the sum of ``num_prefill`` + k over steps k = 1, 2,
+    ... ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each closed segment. ``copy``: the
+    R-worker of its second copy, which is expected to attend half of its decode steps; -1 for none.
     """
 
     worker: int
@@ -52,8 +52,8 @@ class Newcomer:
 @dataclass(frozen=True, eq=False)
 class Meeting:
     """The load of each R-worker in the steps in which a newcomer would decode.
-    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps], 0 beyond. ``ramp``: KV tokens that
-    the newcomer attends, float64 [at least as many steps].
+    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps]; 0 in further steps. ``ramp``: KV
+    tokens that the newcomer attends, float64 [at least as many steps].
     """
 
     known: np.ndarray
@@ -62,7 +62,8 @@ class Meeting:
     @property
     def means(self) -> np.ndarray:
         """Mean load of each R-worker over the newcomer's steps, float64 [num_workers].
-        Each step is weighted by the KV tokens that the newcomer attends in it, and half of these are added.
+        A step's load includes half of the KV tokens that the newcomer attends in it. Steps are weighted by these
+        tokens.
         """
         num_known = self.known.shape[1]
         return (self.known @ self.ramp[:num_known] + (self.ramp @ self.ramp) / 2) / self.ramp.sum()
@@ -85,8 +86,8 @@ class LoadForecast:
     A sequence with c cached tokens attends c + 1 + t in step t. ``loads``: float64 [num_workers, horizon]. ``room``:
     rows that prompts may take in each step, float64 [horizon], which is the token budget less the decodes. Prompts take
     rows in the order in which they are added, as the scheduler's chunks do. A tail that reaches the end of its segment
-    stops growing. Where its sequence then grows is unknown, so all R-workers take an equal part of that. If a sequence
-    has two copies, each holder counts half.
+    stops growing. Where its sequence then grows is unknown, so the forecast divides this growth equally among all
+    R-workers. If a sequence has two copies, each holder counts half.
     """
 
     def __init__(
@@ -244,9 +245,9 @@ def placement_costs(
     The coming load counts, not the present one, since a placement changes an R-worker's load over a whole output. An
     R-worker costs the time of the steps in which the newcomer will be there, each weighted by the KV tokens that the
     newcomer attends in it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as
-    low as one choice can, and with it the busiest one's time. ``speeds``: float64 [num_workers], in any unit.
-    ``capacities``: int64 [num_workers], tokens that their blocks hold; tokens beyond them would be preempted and
-    recomputed. ``hit_tokens``: prompt tokens cached on each R-worker. Computing a row takes the S-worker as long as
+    low as a single choice can. This also keeps the busiest R-worker's time low. ``speeds``: float64 [num_workers], in
+    any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold; tokens beyond them would be preempted
+    and recomputed. ``hit_tokens``: prompt tokens cached on each R-worker. Computing a row takes the S-worker as long as
     attending ``row_kv_tokens`` takes an R-worker of mean speed; both are spread over the newcomer's steps. Returns
     float64 [num_workers].
     """

@@ -20,10 +20,10 @@ NUM_STEPS = 20
 
 class LoadLimit:
     """The limit of KV tokens attended per step over all R-workers, divided in proportion to their speeds.
-    ``is_strict``: the limit is the user's and never exceeded. Otherwise the mean load meets the point where R time
-    equals S time; it is measured if unknown, and always holds the longest possible sequence. A schedule without load
-    control keeps no limit, but the measurement still tells what the S-worker's rows cost. ``known``: the limit; None
-    while unknown. ``shares``: each R-worker's part, float64 [num_workers], 0 for lost ones.
+    ``is_strict``: the limit is the user's and never exceeded. Any other limit is the mean load at which R time equals S
+    time. It is measured if unknown, and is at least high enough for the longest possible sequence. A schedule without
+    load control enforces no limit, but a known limit still tells what a row costs the S-worker. ``known``: the limit;
+    None while unknown. ``shares``: each R-worker's fraction, float64 [num_workers], 0 for lost R-workers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LoadLimit:
         return forecast().peaks_with(newcomer) <= self.of_workers
 
     def balance_at(self, kv_tokens: int) -> None:
-        """Set the limit to that of ``kv_tokens`` per R-worker of mean speed, at which R time equals S time."""
+        """Set the limit, given the ``kv_tokens`` that an R-worker of mean speed attends in S time."""
         self.known = kv_tokens * int(np.count_nonzero(self.shares))
         self._hold_longest()
 
@@ -127,7 +127,7 @@ class LoadLimit:
 
     def join(self, worker: int, share: float) -> None:
         """Add ``worker``, which is ``share`` times as fast as all other R-workers together.
-        The others keep their limits.
+        The other R-workers keep their limits, so the total rises.
         """
         if worker == len(self.shares):
             self.shares = np.append(self.shares, 0.0)

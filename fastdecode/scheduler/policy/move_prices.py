@@ -24,17 +24,17 @@ class TransferPrice:
 
 
 SHARE = 0.05
-"""Part of the steps' time that moves for balance ("corrections") may take."""
+"""Fraction of the steps' time that moves for balance ("corrections") may take."""
 
 MOST_STEPS = 8.0
-"""Most time for one correction, in steps. Decodes wait for it, so each is late by that time."""
+"""Most time for one correction, in steps. Decodes wait meanwhile, so each token is late by that time."""
 
 
 class MovePrices:
     """Decides whether a move for balance, a correction, is worth its time.
-    It must save twice its own time, during which every sequence waits. The price per token is taken from past
-    transfers. All corrections together take at most ``SHARE`` of the steps' time. The last one is on credit: the next
-    waits until its time is earned. So wrong forecasts cost no more than that.
+    A correction must save twice its own time, during which every sequence waits. The price per token is taken from past
+    transfers. All corrections together take at most ``SHARE`` of the steps' time. So after a correction, the next one
+    waits until that share of later steps equals its time. This bounds the cost of wrong forecasts.
     """
 
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
@@ -59,7 +59,7 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        # Part of a step by which the busiest R-worker's time must exceed the mean before moves are considered
+        # Fraction of a step by which the busiest R-worker's time must exceed the mean before moves are considered
         uneven = 0.02
         self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
@@ -130,26 +130,26 @@ def attended_in(steps: np.ndarray, attended: np.ndarray, steps_left: np.ndarray)
 class SharedPeak:
     """The time by which R-workers lengthen the coming steps, divided among them.
 
-    A step waits for the busiest R-worker. If several are as busy, one move wins nothing alone, though moves from each
-    of them do. So time above ``hidden``, which a step takes anyway, is divided slice by slice. Each of the N(y)
-    R-workers busy for at least y is charged dy / N(y) of a slice dy at height y. This is the Shapley value if the
-    busiest pays (Littlechild and Owen, "A simple expression for the Shapley value in a special case", 1973). The
-    charges add up to the busiest one's time above ``hidden``. A move gains the reduction of the source's charge less
-    the increase of the target's.
+    A step waits for the busiest R-worker. If several R-workers are equally busy, a move from one of them alone saves
+    nothing, though moves from each of them do. So time above ``hidden``, which a step takes anyway, is divided slice by
+    slice. Each of the N(y) R-workers busy for at least y is charged dy / N(y) of a slice dy at height y. This is the
+    Shapley value of the busiest R-worker's time (Littlechild and Owen, "A simple expression for the Shapley value in a
+    special case", 1973). The charges add up to the busiest R-worker's time above ``hidden``. A move gains the reduction
+    of the source's charge less the increase of the target's.
 
     ``loads``: KV tokens of each R-worker in each coming step, float64 [num_workers, horizon]; ``seconds_per_token``:
     float64 [num_workers]; ``hidden``: seconds.
     """
 
     def __init__(self, loads: np.ndarray, seconds_per_token: np.ndarray, hidden: float) -> None:
-        # Evenly spread coming steps in which R-workers are compared
+        # Number of evenly spread coming steps in which R-workers are compared
         samples = 16
         self.stride = max(1, loads.shape[1] // samples)
         self.steps = np.arange(0, loads.shape[1], self.stride)
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        # Seconds above the busiest R-worker that no move can reach
+        # Seconds added to twice the busiest R-worker's time, so that no move makes an R-worker busy for longer
         highest = 1e6
         beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
@@ -158,7 +158,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return how far each R-worker's charge exceeds that of its mean time: float64 [num_workers].
+        """Return how far each R-worker's charge exceeds the charge for the R-workers' mean time: float64 [num_workers].
         The unit is seconds over all coming steps.
         """
         means = self.times.mean(axis=0)
@@ -171,8 +171,8 @@ class SharedPeak:
     def gains(self, source: int, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the seconds saved by moving each of n sequences from ``source`` to ``targets``: float64 [n, targets].
         ``tokens``: KV tokens that each sequence attends in each of ``steps``, float64 [n, num_steps]. Below the
-        source's new time, and above its old one, the target is one more busy R-worker; in between it replaces the
-        source.
+        source's new time, and above its old time, the target adds to the number of busy R-workers. Between these times
+        it replaces the source.
         """
         gains = np.zeros((len(tokens), len(targets)))
         for step in range(len(self.steps)):

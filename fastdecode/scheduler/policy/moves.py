@@ -32,7 +32,7 @@ class Moves:
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
-        """``corrects``: whether sequences may move only to balance the load."""
+        """``corrects``: whether moves for balance are allowed at all."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
@@ -47,7 +47,7 @@ class Moves:
 
     def next(self) -> Decision[Transfer | None]:
         """Return the next move, or None.
-        Its blocks are free once the target R-worker has received its pending controls.
+        The blocks for the move are free once the target R-worker has received its pending controls.
         """
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):

@@ -22,11 +22,11 @@ def place_segments(
 ) -> list[int] | None:
     """Return an R-worker for each segment of ``sizes``, in order; None if one does not fit.
     A size is the blocks needed now, the final blocks and tokens, and the KV tokens attended. Each segment goes where
-    the coming load with it takes the least time; among equals, where most blocks are left. A segment with more blocks
-    than the others goes first, where it leaves room for them. All arrays but ``speeds`` are updated. ``room``, int64
-    [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: blocks and tokens that this sequence may finally
-    take. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be attended, and that may be added.
-    ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
+    the coming load with it takes the least time; among equals, where most blocks are left. If one segment needs more
+    blocks than every other, it is placed first, where it leaves room for the other segments. All arrays but ``speeds``
+    are updated. ``room``, int64 [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: blocks and tokens
+    that this sequence may have at its end. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be
+    attended, and that may be added. ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
     """
     listed = list(sizes)
     places = [-1] * len(listed)

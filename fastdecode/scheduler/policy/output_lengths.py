@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_ENDED = 16
-"""Outputs that must have stopped before max_tokens until the estimate is used."""
+"""Number of outputs that must have stopped before max_tokens before the estimate is used."""
 
 SAMPLE = 512
-"""Most waiting requests that are examined. In longer queues every n-th stands for n, a power of two."""
+"""Most waiting requests that are examined. In longer queues, every n-th stands for n requests; n is a power of two."""
 
 
 class OutputLengths:
     """Kaplan–Meier estimate of the output length (Kaplan and Meier, 1958).
-    An output cut at max_tokens, or still running, only tells a least length. Without these, the first outputs to end
-    would make all others look as short. If all outputs are of these kinds, the expectation is max_tokens, so fixed
-    lengths are exact.
+    Outputs that were cut at max_tokens, or still grow, count as lower bounds. Without them, all outputs would look as
+    short as the first ones to end. Until ``MIN_ENDED`` outputs have stopped before max_tokens, max_tokens is expected,
+    so fixed lengths are exact.
     """
 
     def __init__(self) -> None:
@@ -109,10 +109,10 @@ class OutputLengths:
 @dataclass(frozen=True, eq=False)
 class Outlook:
     """The known and expected rest of a run, in steps and KV tokens.
-    ``loads``: KV tokens of running sequences, float64 [steps]. ``ends``: steps until each of them ends, int64 [n].
-    ``num_prefill``, ``decode_steps``: of waiting requests in order, int64 [m], each standing for ``weight`` requests;
-    unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R time equals S time.
-    ``idle_share``: S time of an almost empty step over that of a full one, linear in between.
+    ``loads``: KV tokens of running sequences, float64 [steps]. ``ends``: steps until each running sequence ends, int64
+    [n]. ``num_prefill``, ``decode_steps``: of waiting requests in order, int64 [m], each standing for ``weight``
+    requests; unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R time equals S
+    time. ``idle_share``: S time of an almost empty step divided by that of a full step; in between, S time is linear.
     """
 
     loads: np.ndarray

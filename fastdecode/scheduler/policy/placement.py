@@ -36,9 +36,9 @@ class HomePlacement:
 
     def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer``: the load that it adds.
-        Draining R-workers cost infinity if the sequence could run elsewhere. After another engine's end, so do
-        R-workers that hold none of its tokens. The R-worker that loaded its prefix from disk costs least, since that
-        work is done.
+        Draining R-workers cost infinity if the sequence could run elsewhere. If an earlier engine left tokens of the
+        sequence, R-workers without them cost infinity too. The R-worker that has loaded the sequence's prefix from disk
+        costs least.
         """
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
@@ -135,7 +135,7 @@ class SecondPlacement:
         if not len(able):
             return None
         spread = float(np.ptp(costs[allowed]))
-        # Costs that differ by less than this part of their range count as equal
+        # Costs that differ by less than this fraction of their range count as equal
         alike = 0.05
         best = able[costs[able] <= costs[able].min() + alike * spread]
         return int(best[np.argmin(self._shared_with(home)[best])])
@@ -204,7 +204,7 @@ class SegmentPlacement:
     def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
         """Give ``segment`` a second copy if another R-worker has room for it.
         ``room``, free blocks, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the
-        one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up_spare``).
+        one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up``).
         """
         able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
         host = self._workers[segment.home].host
@@ -216,7 +216,7 @@ class SegmentPlacement:
 
     def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
         """Return the R-worker for the next tail of the decoding ``sequence``, whose tail is full; -1 for none.
-        The second result says whether a block is free there.
+        The second result says whether a block is available there.
         """
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
@@ -240,7 +240,7 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return the R-workers' speeds, 0 where no segment may go: on draining ones, unless others lack the room."""
+        """Return the R-workers' speeds, 0 for lost R-workers, and for draining ones unless the others lack the room."""
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:

@@ -36,7 +36,7 @@ class _PredictedPrompt:
 
     def start(self, free: dict[int, float]) -> float:
         """Return when the prompt can start: once all its workers are free.
-        ``free``: when each worker is, in seconds.
+        ``free``: the time in seconds when each worker is free.
         """
         return max(self.handed_out_seconds, *(free.get(part.worker, 0.0) for part in self.parts))
 
@@ -54,11 +54,11 @@ class LeastWaiting:
     Three kinds of requests wait. The prompt itself waits until its first token. The prompts behind it wait for workers:
     the worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
     computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While
-    many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt that the
-    S-worker could compute before a worker answers stays there. As many prompts are assumed to follow as wait for
-    workers now: in the long run a queue keeps its length. Times are predicted (``forecast``) and corrected by the times
-    of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on the S-worker, by its tokens
-    and the tokens of its cached prefix; infinite if the S-worker must not compute any.
+    many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt stays on the
+    S-worker if it could compute the prompt before a prefill worker answers. As many prompts are assumed to come behind
+    this one as wait for workers now, since a queue keeps its length in the long run. Times are predicted (``forecast``)
+    and corrected by the times of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on
+    the S-worker, by its tokens and the tokens of its cached prefix; infinite if the S-worker must not compute any.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class Room:
 
     def left_for(self, sequence: TokenSequence) -> np.ndarray:
         """Return the blocks and tokens that ``sequence`` may still take on each R-worker: int64 [num_workers, 2].
-        They are those of :meth:`alone` without its present segments.
+        They are what :meth:`alone` returns, minus what the present segments take at their end.
         """
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
@@ -124,7 +124,7 @@ class Room:
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
 
     def _leaves_a_block(self, needed: int, others: int | np.ndarray, available: int | np.ndarray) -> np.ndarray | bool:
-        """Return whether ``available`` blocks suffice for ``needed`` and for one more block of each of ``others``."""
+        """Return whether ``available`` blocks suffice for ``needed``, and for one each of ``others`` sequences."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
     def _pool_holds(self, sequence: TokenSequence, among: list[int]) -> bool:

@@ -22,7 +22,7 @@ from fastdecode.scheduler.store.operations import (
 from fastdecode.scheduler.store.store import Store
 
 SHARE = 0.1
-"""Part of the steps' time for making second copies; decodes wait while one is made."""
+"""Fraction of the steps' time for making second copies; decodes wait while a copy is made."""
 
 MOST_BLOCKS = 1 << 20
 """Most blocks that are copied at once."""
@@ -31,9 +31,9 @@ MOST_BLOCKS = 1 << 20
 class SecondCopies:
     """Keeps a second copy of each sequence.
     After a loss the sequence continues from the other copy, and either holder may attend. A prompt is stored on two
-    R-workers while it is computed. Exceptions: it continues from a prefix with one copy, or it has several segments and
-    there is no room. A missing second copy is made between steps, one after another, in pieces that take a small part
-    of a step.
+    R-workers while it is computed. Exceptions: a prompt continues from a prefix with one copy, or has several segments
+    and no room for second copies. A missing second copy is made between steps, one after another, in pieces that take a
+    small part of a step.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:
@@ -46,13 +46,13 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """Handle the loss of an R-worker: make the next copies at once, without waiting for a share of the steps' time.
-        This holds for copies of sequences that lost tokens in this step.
+        """Handle the loss of an R-worker: make no copies before the next step has run.
+        That step gives the sequences that lost tokens their next token first.
         """
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """Learn the duration of a step, since copies may take a part of it."""
+        """Learn the duration of a step, since copies may take a fraction of it."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -68,9 +68,8 @@ class SecondCopies:
         self._joined.append(worker)
 
     def leave_draining(self) -> Decision[None]:
-        """Drop needless copies on draining R-workers.
-        These are copies of segments that others hold too, and unfinished copies to a draining R-worker or from it
-        alone.
+        """Drop second copies on draining R-workers, and unfinished copies to them.
+        If a segment is only on a draining R-worker, drop an unfinished copy from there: the segment moves instead.
         """
         for worker in self._workers.draining:
             yield from self._give_up_making(worker)
@@ -79,7 +78,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the move takes the place of this copy
+                yield DropTransfer(transfer)  # the segment moves instead
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.
@@ -95,7 +94,7 @@ class SecondCopies:
         return made is not None
 
     def _give_up_spare(self, worker: int) -> Decision[bool]:
-        """Drop the copy on ``worker`` of a segment that has another copy, of the youngest long sequence with one there.
+        """Drop a copy on ``worker`` if its segment has another copy; take the youngest sequence of several segments.
         Return False if there is none. Sequences of one segment keep both copies, since each copy is enough to continue.
         """
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
@@ -131,7 +130,7 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Return how many tokens to copy in the part of a step's time that copies may take, in whole blocks."""
+        """Return how many tokens, in whole blocks, to copy in the fraction of a step's time that copies may take."""
         # Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs
         least_seconds = 0.01
         seconds, block_size = max(SHARE * self._step_seconds, least_seconds), self._workers.block_size
@@ -158,7 +157,7 @@ class SecondCopies:
         return None
 
     def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a copy to make for an R-worker that joined: sequence, segment, target, and who drops its own copy.
+        """Return a copy to make for an R-worker that joined: sequence, segment, target, R-worker that drops its copy.
         Return None once the new R-worker holds as much as the others.
         """
         while self._joined:
@@ -168,15 +167,15 @@ class SecondCopies:
         return None
 
     def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a sequence of which the new R-worker ``target`` can take over one of two copies; else None.
-        The copy is on the R-worker that holds most; the result has the form of ``_evening``.
+        """Return a copy for the new R-worker ``target`` to take over from the R-worker that holds most, or None.
+        The sequence keeps its other copy; the result has the form of ``_evening``.
         """
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
         times = held / np.maximum(self._workers.speeds.lasting, 1e-300)
-        # A new R-worker that holds less than this part of its share gets second copies from others
+        # A new R-worker takes over copies while it holds less than this fraction of the mean, relative to its speed
         uneven_holders = 0.9
         if times[target] >= uneven_holders * times[accepting].mean():
             return None

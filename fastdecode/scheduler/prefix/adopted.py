@@ -1,7 +1,8 @@
 """The source of adopted prefixes: sequences that an earlier engine left on R-workers.
 Each segment of such a sequence is a retained prefix under its old cache id, with the tokens after its last full block.
-If the client sends the sequence again, it continues in place: its blocks are counted as its own, and its R-workers need
-no control. Until then the prefixes may be evicted like others, and other sequences may begin from their full blocks.
+If the client sends the sequence again, the sequence continues in these blocks: they count as its own, and its R-workers
+need no control. Until then the prefixes may be evicted like others, and other sequences may begin from their full
+blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Held = Mapping[int, Sequence[HeldSequence]]
 
 class Adopted(IndexedSource):
     """Finds adopted prefixes by the sequence that they belong to, and by their first position.
-    Disabled, it adopts none.
+    If disabled, it adopts none.
     """
 
     is_own = True
@@ -36,7 +37,7 @@ class Adopted(IndexedSource):
         self._hashes: dict[int, list[bytes]] = {}
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
-        """Keep the tokens on R-workers that belong to ``known`` sequences, by cache id, and release all others.
+        """Keep the tokens on R-workers whose cache id is in ``known``, and release all other cache ids.
         Copies on several R-workers are cut to the tokens that all of them have. New cache ids are below ``lowest_name``
         and below all held ones.
 
@@ -61,7 +62,7 @@ class Adopted(IndexedSource):
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return a hit for each R-worker that holds tokens of ``sequence`` itself; all hits cover the same tokens.
-        With several segments these R-workers hold the last one.
+        If the sequence has several segments, these R-workers hold its last segment.
         """
         pieces = self._pieces(sequence.sequence_id)
         if not pieces:
@@ -92,7 +93,7 @@ class Adopted(IndexedSource):
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release the prefix under the id of ``sequence``; its other adopted prefixes stay as ordinary ones."""
+        """Release the prefix whose cache id is the id of ``sequence``; others of its adopted prefixes stay retained."""
         if self._names.pop(sequence.sequence_id, None) is not None:
             for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
@@ -145,7 +146,7 @@ class Adopted(IndexedSource):
         return sum(lengths.values())
 
     def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
-        """Return how many tokens of each held sequence are kept, by cache id, at most as many as in ``wanted``.
+        """Return how many tokens of each held sequence are kept, by cache id; ``wanted`` gives the most.
         A sequence keeps its last, partial block only if no other sequence shares it, since more tokens are written
         there. A sequence whose recurrent state cannot go back to that length is dropped.
         """

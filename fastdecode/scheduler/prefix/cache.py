@@ -111,7 +111,7 @@ class PrefixCache:
         return self.adopted.adopt(held, known, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
-        """Return the prefixes from which the sequence may start, best first: the longest, ``hit``, or perhaps none.
+        """Return what a sequence may start from, best first: ``hit``, then None (no prefix) if it has recurrent states.
         Using a recurrent state makes a copy of it. Without room for the copy, the whole prompt is recomputed.
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
@@ -139,7 +139,7 @@ class PrefixCache:
             segment.cache_id = cache_id
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release the prefixes that are kept for ``sequence`` alone, which has started."""
+        """Release the prefixes that are kept only for ``sequence``, which no longer needs them."""
         for source in self.sources:
             source.close(sequence)
 

@@ -59,14 +59,14 @@ class PrefixIndex:
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the hit for the other copy of the same tokens; None if its R-worker no longer retains it."""
+        """Return the hit for the other copy of the same tokens; None if no other R-worker retains one."""
         prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         """Return a hit for each segment of ``sequence`` that ``hit`` covers.
-        The last may cover only its first blocks.
+        The last hit may cover only the first blocks of its segment.
         """
         whole = self._segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
@@ -77,7 +77,7 @@ class PrefixIndex:
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """Let ``copy`` of ``segment`` begin with the tokens of ``hit``.
-        It continues in place if the prefix has the segment's cache id; otherwise it is a fork.
+        If the prefix has the segment's cache id, the copy takes over its blocks; otherwise the copy is a fork.
         """
         prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
         segment.num_tokens = hit.num_tokens
@@ -104,7 +104,7 @@ class PrefixIndex:
         self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
 
     def add(self, prefix: Prefix) -> None:
-        """Retain ``prefix``, whose blocks a running sequence still holds."""
+        """Retain ``prefix``, whose blocks are already counted as taken."""
         for block in (*prefix.blocks, *prefix.own):
             block.num_prefixes += 1
         prefix.used_seconds = self.now_seconds
@@ -122,7 +122,9 @@ class PrefixIndex:
         return worker.free >= num_blocks
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free ``count`` more blocks on R-worker ``index`` if prefixes hold so many, from the oldest ones' ends."""
+        """Free ``count`` more blocks on R-worker ``index``, or all that only prefixes hold.
+        The least recently used prefixes are shortened first, each from its end.
+        """
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
         for prefix in list(worker.prefixes.values()):

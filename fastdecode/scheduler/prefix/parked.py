@@ -50,7 +50,7 @@ class WakeCounts:
 
 class ParkedChains:
     """The chains on R-workers' disks, by the hash of all tokens up to the end of a piece or of the last block.
-    ``whole``: chains have states, so they are of use only as a whole.
+    A piece is ``PIECE_TOKENS`` tokens. ``whole``: chains have states, so they are of use only as a whole.
     """
 
     def __init__(self, block_size: int, whole: bool) -> None:
@@ -82,7 +82,7 @@ class ParkedChains:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Return whether the disk of ``worker`` has the chain ``name`` or a longer one that serves for it."""
+        """Return whether the disk of ``worker`` has the chain ``name`` or a longer chain that begins with it."""
         if self._whole:
             return (worker, name) in self._by_name
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
@@ -94,8 +94,8 @@ class ParkedChains:
     def longest(
         self, sequence: TokenSequence, block_hashes: list[bytes], start: int, workers: list[int]
     ) -> Beginning | None:
-        """Return the longest part of ``sequence`` on a disk of ``workers`` from its block ``start`` on, or None.
-        ``block_hashes``: of the blocks from there on.
+        """Return the longest part of ``sequence`` on a disk of ``workers`` from block ``start`` on, or None.
+        ``block_hashes``: the hashes of these blocks.
         """
         for depth in range(len(block_hashes), 0, -1):
             fitting = [
@@ -108,7 +108,7 @@ class ParkedChains:
         return None
 
     def _fits(self, sequence: TokenSequence, num_blocks: int, block_hash: bytes, chain: Chain) -> bool:
-        """Return whether ``sequence`` has the rest of ``chain`` after its first ``num_blocks`` blocks, and more."""
+        """Return whether ``sequence`` has, after ``num_blocks`` blocks, the chain's partial block and more tokens."""
         start, count = num_blocks * self._block_size, chain.rest
         if start + count >= sequence.num_prefill:
             return False
@@ -140,8 +140,8 @@ class Parked(Source):
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
         """Return the parked prefix that the waiting ``sequence`` should load next; None if none is worth it.
-        It must be longer than the cached prefix. If the sequence has several segments, it is the first one that is not
-        cached, and all segments that can follow count for its worth.
+        It must reach beyond the cached prefix. In a sequence of several segments, it is in the first segment that is
+        not cached. Whether loading is worth it depends on this segment and all cached or parked ones that follow it.
         """
         if not len(self.chains):
             return None
@@ -164,7 +164,7 @@ class Parked(Source):
         return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
-        """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for both."""
+        """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for the whole sequence."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         needed = min(needed - beginning.start, self._range_blocks)
         num_own = self._num_own(beginning)
@@ -177,7 +177,7 @@ class Parked(Source):
         return Waking(beginning, self._ids.new(), hashes)
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
-        """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on its R-worker.
+        """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on the same R-worker.
         The prefix has no twin: the same tokens on another R-worker may have been computed with other arithmetic.
         """
         beginning, origin, size = waking.beginning, self._ids.new(), self._workers.block_size
@@ -193,7 +193,7 @@ class Parked(Source):
         self.counts.num_tokens += count * size + rest
 
     def _num_own(self, beginning: Beginning) -> int:
-        """Return how many blocks ``beginning`` takes besides full ones: of a state, and of tokens after them."""
+        """Return how many blocks ``beginning`` takes for a recurrent state and for tokens after its last full block."""
         return self._workers.sizes.blocks_of_copy(beginning.chain.rest)
 
     def failed(self, waking: Waking) -> None:
@@ -212,11 +212,12 @@ class Parked(Source):
                 prefix.is_parked = not self._index.is_within_another(prefix)
 
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
-        """Return a retained prefix of ``worker`` to park: not used after ``unused_since``, or soon evicted.
+        """Return a retained prefix of ``worker`` to park: not used after ``unused_since``, or soon to be evicted.
         Return None if there is none.
         """
         state = self._workers[worker]
-        # Prefixes are parked early if fewer than one block in this many is free, since they may soon be evicted
+        # Prefixes are parked early if less than 1 / ``least_free`` of the blocks is free, since they may soon be
+        # evicted
         least_free = 10
         is_short = state.free * least_free < state.num_blocks
         for prefix in state.prefixes.values():

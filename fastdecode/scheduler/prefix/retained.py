@@ -22,8 +22,8 @@ class Retained(IndexedSource, Keeper):
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
         """Return the longest cached prefix on each R-worker, if it is at least as long as the rest of the prompt.
-        The reason: after a cached prefix, the rest attends on the R-worker. At least one token is always computed,
-        since its logits are sampled.
+        A shorter prefix does not pay, since the rest of the prompt then attends on the R-worker. At least one token is
+        always computed, since its logits are sampled.
         """
         found = self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}

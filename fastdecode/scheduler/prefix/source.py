@@ -10,7 +10,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
-    """A cached prefix of a sequence: full blocks, the retained prefix with the last of them, tokens, and its source."""
+    """A cached prefix of a sequence: number of full blocks, retained prefix that ends it, number of tokens, source."""
 
     num_blocks: int
     prefix: Prefix
@@ -19,7 +19,7 @@ class Hit(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """True if the same sequence left the prefix. It then continues in these blocks, also in unshared ones."""
+        """True if the prefix is this sequence's own, left by an earlier engine: it continues in the prefix's blocks."""
         return self.source.is_own
 
 
@@ -48,7 +48,7 @@ class Source(Protocol):
         raise ValueError("this source has no blocks to take")
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release the prefixes that are kept for ``sequence`` alone, which has started."""
+        """Release the prefixes that are kept only for ``sequence``, which no longer needs them."""
         return
 
     def leave(self, sequence: TokenSequence) -> bool:
@@ -84,7 +84,7 @@ class Keeper(Source, Protocol):
         """Retain a prefix for other sequences, now that more of the prompt of ``sequence`` is cached."""
 
     def make_place(self, count: int) -> bool:
-        """Release prefixes until ``count`` more may be retained; return False if so many never may."""
+        """Release prefixes until ``count`` more may be retained; return False if ``count`` is above the limit."""
         return True
 
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:

@@ -3,8 +3,8 @@ A state covers all tokens before it, so other sequences can begin only where a s
 block boundaries, its checkpoints, to copy its state. These are: the last boundary before its last token, the point
 where it differs from a similar prompt seen before, and every 2^k blocks. The k is such that states take at most a
 quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache without a copy:
-full blocks, the tokens after them, and the state of all. A kept state counts as the blocks that it takes, and is
-evicted before the states of its own prefixes.
+full blocks, the tokens after them, and the state after all tokens. A kept state counts as the blocks that it takes, and
+is evicted before the states of shorter prefixes within it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StateIndex(PrefixIndex):
         self._after: dict[tuple[int, bytes], Counter[bytes]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return the longest prefix of ``sequence`` with a state on each R-worker, without the last token."""
+        """Return the longest prefix with a state on each R-worker that ends before the last token of ``sequence``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             for prefix in self._by_hash.get(block_hash, {}).values():
@@ -43,7 +43,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
-        """Return the names of prefixes on R-worker ``worker`` with a rest that ``tokens`` begin with."""
+        """Return the names of prefixes on R-worker ``worker`` that end within a block and begin ``tokens``."""
         size, names = self._workers.block_size, list[bytes]()
         for depth, block_hash in enumerate(block_hashes, 1):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -53,8 +53,8 @@ class StateIndex(PrefixIndex):
         return names
 
     def is_within_another(self, prefix: Prefix) -> bool:
-        """Return whether all longer prefixes that begin with ``prefix`` on its R-worker continue alike.
-        False without one. A state where texts differ is of use to others, so it does not count as part of one of them.
+        """Return whether longer prefixes on its R-worker begin with ``prefix`` and continue with the same tokens.
+        If they continue differently, other sequences may need the state of ``prefix``.
         """
         return bool(prefix.blocks) and len(self._after.get((prefix.worker, prefix.name), ())) == 1
 
@@ -80,7 +80,7 @@ class StateIndex(PrefixIndex):
                 del self._after[prefix.worker, name]
 
     def _steps(self, prefix: Prefix) -> list[tuple[bytes, bytes]]:
-        """Return the name of each prefix that ``prefix`` may begin with, and what tells how ``prefix`` continues it."""
+        """Return the name of each prefix that ``prefix`` may begin with, and the hash that follows it in ``prefix``."""
         ends = [*prefix.block_hashes, *([prefix.name] if prefix.rest else [])]
         return [*pairwise(ends), *((name, prefix.name) for name in prefix.contains)]
 
@@ -105,7 +105,7 @@ class StateIndex(PrefixIndex):
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
-        # a continued state needs no new blocks
+        # if the sequence takes over the prefix, its state needs no copy
         missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0
         if missing > 0:
             self.evict(prefix.worker, missing, spared=prefix)
@@ -146,7 +146,7 @@ class States(IndexedSource, Keeper):
         super().__init__(workers, index)
         self._ids, self._names = ids, names
         self._most_kept, self._interval = most_kept, 1
-        # Blocks of tokens between checkpoints, per block of memory that a state takes
+        # Least number of token blocks between checkpoints, per block of memory that a state takes
         states_share = 4
         while self._interval < states_share * worth_blocks:
             self._interval *= 2
@@ -161,14 +161,14 @@ class States(IndexedSource, Keeper):
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
-        # Most remembered block hashes of prompts, the latest ones, by which a common prefix is noticed
+        # Number of block hashes of the latest prompts that are remembered, to find prefixes common to several prompts
         most_seen = 1 << 16
         while len(before) > most_seen:
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the present cache id if ``sequence`` appends to the cache that it has, else a new one.
-        A preempted sequence gets a new id, since the prefix that it left behind may still use the old one.
+        """Return the prefix's id if ``hit`` is the sequence's own, a new id after a preemption, else the sequence's id.
+        The prefix that a preempted sequence left behind may still use the sequence's id.
         """
         if hit and hit.is_own:
             return hit.prefix.prefix_id
@@ -242,7 +242,7 @@ class States(IndexedSource, Keeper):
         rest: Sequence[int] = (),
         contains: tuple[bytes, ...] = (),
     ) -> Prefix:
-        """Retain the tokens of ``copy`` of ``segment`` as prefix ``name``, with a state in blocks counted as taken."""
+        """Retain the tokens of ``copy`` as prefix ``name``, with a state whose blocks are already counted as taken."""
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))
         prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, list(rest), contains)

@@ -98,7 +98,7 @@ class Holdings:
         )
 
     def _make_room_to_replace(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Evict until the R-worker of ``copy`` can replace shared blocks and take ``more``; return False if it cannot.
+        """Evict prefixes to replace shared blocks of ``copy`` and to take ``more`` blocks; return False if impossible.
         The first ``num_full`` blocks stay shared.
         """
         wrong = copy.shared[num_full:]
@@ -222,7 +222,7 @@ class TransfersUnderWay:
                 self.drop(transfer)
 
     def redirect(self, segment: Segment, worker: int) -> None:
-        """Continue transfers of ``segment`` from another copy, since R-worker ``worker`` has none any more."""
+        """Continue transfers of ``segment`` from another copy, since R-worker ``worker`` no longer has a copy."""
         for transfer in [each for each in self._all if each.segment is segment]:
             if not segment.copies:
                 self.drop(transfer)

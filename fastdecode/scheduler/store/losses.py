@@ -118,5 +118,5 @@ class Losses:
 
 
 def _loses_some(sequence: TokenSequence, workers: set[int]) -> bool:
-    """Return whether ``sequence`` has a segment of which only R-workers ``workers`` hold copies."""
+    """Return whether ``sequence`` has a segment whose copies are all on ``workers``."""
     return any(segment.home >= 0 and set(segment.workers) <= workers for segment in sequence.segments)

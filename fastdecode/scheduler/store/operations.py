@@ -21,12 +21,12 @@ class Refresh:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SetFollowersAside:
-    """Set aside the sequences at the front of the queue that wait for a prefix which another sequence computes."""
+    """Set aside the sequences at the front of the queue that wait while another sequence computes their prefix."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Close:
-    """Release the prefixes that are kept for ``sequence`` alone, since it cannot continue from them."""
+    """Release the prefixes that are kept only for ``sequence``, since it cannot continue from them."""
 
     sequence: TokenSequence
 
@@ -57,7 +57,7 @@ class Attend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeRoom:
-    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer is False if it has not."""
+    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer says if it has them."""
 
     worker: int
     num_blocks: int

@@ -88,8 +88,8 @@ class Store:
 
     def note_rows(self, mini_batches: tuple[MiniBatch, ...], arrived: Iterable[int] = ()) -> None:
         """Record the rows that will count as cached, and the ids of prompts that ``arrived`` from prefill workers.
-        There are no rows if R-workers received only controls. If an arrived prompt loses a segment, its last row is
-        computed again too, since the next token is sampled from it.
+        There are no rows if R-workers received only controls. If an arrived prompt loses a segment, the prompt's last
+        row is computed again too, since its first output token is sampled from that row.
         """
         self.last_rows = mini_batches
         self.num_sound = self.table.cached_of_several() if mini_batches else {}
@@ -211,7 +211,8 @@ class Store:
 
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
         """Evict prefixes so that ``segment`` can be cut to ``num_tokens`` tokens; return False if it cannot.
-        A recurrent state can go back only by the few rows kept beside it, and only to one exact token.
+        A segment with a recurrent state must be cut to exactly ``num_tokens``, and only by as many rows as are kept
+        beside the state.
         """
         if self.workers.sizes.rewinds:
             return True
@@ -227,7 +228,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)  # before the segment gets a new cache id
+            self.transfers.redirect(segment, worker)  # a dropped transfer is released by its present cache id
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])

@@ -51,10 +51,10 @@ class SequenceTable:
     ``chunks``: CHUNK [most rows], the next decode of each. Its columns include ``homes`` and ``second_workers`` (the
     tail's holders, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool [most rows], whether
     the second holder attends in the next step. Segments end at multiples of ``segment_tokens``. ``prompt_lens``,
-    ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. A sequence writes its last token there
-    itself, since looking it up in thousands of lists would take longer than all the rest. ``sequences``: the sequence
-    of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`, by R-worker and longest context
-    first. ``drafts``: draft tokens of each row.
+    ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. Each sequence writes its own last token into
+    ``last_tokens``, since reading thousands of lists would take longer than all other planning. ``sequences``: the
+    sequence of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`, by R-worker and longest
+    context first. ``drafts``: draft tokens of each row.
     """
 
     def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
