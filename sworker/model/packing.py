@@ -247,7 +247,7 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 def is_quantized(name: str, module: Any) -> bool:
     """Return whether ``--quantization`` on a GPU quantizes the layer ``module`` with this name."""
-    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, routers, and weights that
-    # R-workers multiply with
+    # Parts of the names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers
+    # whose weights R-workers use
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)

@@ -28,7 +28,7 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
     order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed because the request's limits leave no token. ``sources``: the blocks of context with
+    ``excluded``: the row failed because the request's limits leave no token. ``sources``: the blocks of context with
     the most attention, if requested; the engine finds them.
     """
 
@@ -109,7 +109,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return random tokens, int64 [num_rows]; overwrite the scores. A row's output length counts its draws."""
+    """Return random tokens, int64 [num_rows]; overwrite the scores. A draw's position is the row's output length."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
