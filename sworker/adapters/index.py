@@ -131,7 +131,7 @@ def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return which ``scores`` [heads, rows, candidates] are among the row's best ``most`` that are ``seen``: bool."""
+    """Return which of ``scores`` [heads, rows, candidates] are among a row's ``most`` highest ``seen`` scores: bool."""
     scores = scores.masked_fill(~seen, -torch.inf)
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
@@ -166,7 +166,7 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add a placeholder mask to the arguments of an attention layer that cuts the mask for its indexer."""
+    """Add a placeholder mask to the arguments of an attention layer whose code slices a mask for its indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs

@@ -46,7 +46,7 @@ def merged(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
 
 def _give_biases(wrapped: torch.nn.Module) -> None:
-    """Give a zero bias to each layer without one to which the adapter adds a bias (``lora_bias``)."""
+    """Give a zero bias to each layer that has no bias and to which the adapter adds one (``lora_bias``)."""
     for module in wrapped.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, torch.nn.Linear) and base.bias is None and any(getattr(module, "lora_bias", {}).values()):

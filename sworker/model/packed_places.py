@@ -1,6 +1,6 @@
 """Finds where a checkpoint's packed weights belong in a model: in linear layers, or in experts' stacked parameters.
 
-transformers' own rules for names are used, so a weight has its place under whatever name a checkpoint gives it.
+Names are translated by transformers' own rules, so a weight is found under any name that transformers can load.
 """
 
 from __future__ import annotations

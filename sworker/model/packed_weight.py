@@ -120,7 +120,7 @@ class FileMaps:
 
 
 def _give_back(start: int, end: int) -> bool:
-    """Tell the system that the whole pages from ``start`` to ``end`` may be read from their file again."""
+    """Let the system drop the whole pages from ``start`` to ``end``; later reads come from their file."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     madvise = ctypes.CDLL(None, use_errno=True).madvise

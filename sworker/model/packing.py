@@ -155,9 +155,9 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return (the final form of the weights, arguments for ``from_pretrained``, the class to call it on).
+    """Return (the final form of the weights, arguments for ``from_pretrained``, the class that has this method).
 
-    ``skeleton``: makes the model without memory. The third is None if transformers' automatic class is to load.
+    ``skeleton``: makes the model without memory. The class is None if transformers' automatic class loads the model.
     """
     if packing.how == "theirs":
         return packing, {"device_map": {"": device}}, None
@@ -238,7 +238,7 @@ def torchao_arguments(kind: str, model: torch.nn.Module, device: torch.device) -
 
 
 def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> None:
-    """Quantize a model's random weights in place, in the way of ``torchao_arguments``."""
+    """Quantize a model's random weights in place, as ``torchao_arguments`` does with weights from files."""
     made = torchao_config(kind, model, device)
     from torchao.quantization import quantize_
 

@@ -90,7 +90,7 @@ class PackedLinears:
 
 
 class SharedProduct:
-    """One packed product for layers that read the same rows. The first one called computes it for all."""
+    """One packed product for layers that read the same rows. The first layer called computes it for all layers."""
 
     def __init__(self, linears: list[torch.nn.Linear]) -> None:
         """Pack in the layers' dtype, or in float32 if that is the CPU's only fast product."""
@@ -188,7 +188,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 def _can_share(linears: list[torch.nn.Module]) -> bool:
-    """Return whether these are plain layers of one input size and dtype, all with a bias or all without."""
+    """Return whether ``linears`` are plain layers of one input size and dtype, all with a bias or all without."""
     if not all(map(_is_plain, linears)):
         return False
     kinds = {(each.in_features, each.weight.dtype, each.bias is None) for each in linears}

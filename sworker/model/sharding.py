@@ -280,7 +280,7 @@ def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
-    """Return all columns, [..., width], from the ranks' parts; the last parts are narrower."""
+    """Return all columns, [..., width], from the ranks' parts; the last parts may be narrower."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
     return torch.cat(rank.gather(own), -1)[..., :width]

@@ -109,7 +109,7 @@ def _varies(module: torch.nn.Module, width: int, weight: torch.Tensor) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(weight.device, weight.dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # this layer is no product of rows
+    except Exception:  # this layer does not multiply rows by its weight
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 

@@ -76,7 +76,7 @@ def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
 
 
 def _spellings() -> dict[int, str]:
-    """Return the character for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
+    """Return the character for each byte in byte-level vocabularies: itself if printable, else a code point ≥ 256."""
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}

@@ -52,7 +52,7 @@ class CudaDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Queue a copy on ``stream``.
 
-        Both sides are contiguous and the host side is pinned, so it is one DMA transfer.
+        Both tensors are contiguous and the one on the host is pinned, so the copy is one DMA transfer.
         """
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)

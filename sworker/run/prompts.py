@@ -1,7 +1,7 @@
 """Prompt attention on the S-worker: a chunk attends over prompt tokens that the S-worker still holds.
 
-On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker. So a token gets the same bits as on an
-R-worker, however its prompt is cut into chunks, and faster than with torch. On a GPU torch's attention computes it.
+On a CPU an R-worker's kernels compute it, over a cache in the S-worker's process. So a token gets the same bits as on
+an R-worker, however its prompt is cut into chunks; torch would also be slower. On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
     """Attend as :func:`reference_attention` does, by torch's fused kernel if the layer has no soft cap and no sinks.
 
     The kernel's ``is_causal`` is aligned top-left, which is right only for a prompt's first chunk. Later chunks,
-    windows and ALiBi get an explicit mask. They run in groups of rows, since masked keys are computed all the same.
+    windows and ALiBi get an explicit mask. Their rows are split into groups, since the kernel computes masked keys too.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
@@ -196,7 +196,7 @@ class PromptAttention(Protocol):
 
 
 class PromptCache:
-    """A ``PromptAttention`` by an R-worker on the S-worker's process and cores."""
+    """A ``PromptAttention`` by an R-worker in the S-worker's process, on the same cores."""
 
     over_latents = False
 

@@ -163,7 +163,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Staging of a model on the CPU. The backend reads its memory, copied at most once, and starts at once."""
+    """Staging of a model on the CPU. The backend gets q, k, v with at most one copy, and starts at once."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

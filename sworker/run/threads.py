@@ -107,7 +107,7 @@ class SharedCores:
     def start(self) -> None:
         """Note the start of model code; use all threads again when a time with fewer threads is over."""
         self._started, self._cpu_started = self._now(), self._cpu_now()
-        if self._threads_now() != self.num_threads:  # the engine's owner has changed the number
+        if self._threads_now() != self.num_threads:  # the user's program has set torch's threads
             self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)

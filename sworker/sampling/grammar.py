@@ -169,7 +169,7 @@ def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) ->
         spaces = not params.disable_any_whitespace
         return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
     if params.choice is not None:
-        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" has a limit of 2,000
+        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" takes at most 2,000 texts
     if params.regex is not None:
         return grammar_from("regex", params.regex)
     return grammar_from("grammar", _LARK.sub(lambda found: _by_id(found[0], special), str(params.grammar)))

@@ -95,11 +95,11 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` if every token is banned."""
+    """Return the tokens of rows with edited logits or random draws: int64 [num_rows], ``EXCLUDED`` if none is left."""
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # the common case: no argmax and no copy of the random rows
+    if len(random) == len(rows):  # the common case needs no argmax, and no copy of scores
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:
