@@ -5,13 +5,13 @@ import os
 
 # Defaults of environment variables of torch's libraries, for users who have set none:
 # 1. Turns that an idle OpenMP thread spins before it sleeps: some tens of microseconds. libgomp spins for milliseconds
-# by default. On cores shared with an R-worker's threads or another process, matrix products then wait for each other's
-# time slices: 10 times slower beside one busy neighbour; this setting is 3.4 times faster than that. libgomp reads it
-# when it is loaded.
+# by default. On cores shared with an R-worker's threads or another process, spinning threads delay matrix products.
+# Beside one busy process, the default makes products 10 times slower; this setting is 3.4 times as fast as the default.
+# libgomp reads the variable when it is loaded.
 # 2. How many prepared products torch (ideep) and oneDNN cache, one per layer shape and number of rows, about 1 MB each.
 # Both cache 1,024 by default, so memory grows by a gigabyte. They share entries, so both limits must be set. A step has
-# about five layer shapes, so twelve numbers of rows are kept. Preparing another number costs 2 to 4 ms of a step. Both
-# are read at the first product.
+# about five layer shapes, so 64 products are enough for twelve numbers of rows. Preparing products for another number
+# of rows takes 2 to 4 ms of a step. Both variables are read at the first product.
 for _name, _value in {
     "GOMP_SPINCOUNT": "20000",
     "LRU_CACHE_CAPACITY": "64",

@@ -1,7 +1,7 @@
-"""Attention calls by kind of layer: what a call sends to R-workers, how they see the layer, and how o is made.
+"""Attention calls by kind of layer: what a call sends to R-workers, how it describes the layer, and how o is made.
 
-There is one class per kind. A module of another kind than dense returns its calls by ``make_calls``. An index or a
-recurrence is an argument of the attention call, and is itself an object of such a class.
+Each kind of layer has its own class of calls. A module that is not dense returns an object of its class by
+``make_calls``. An index or a recurrence is itself such an object, passed as an argument of the attention call.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Calls:
         return query.shape[1], value.shape[3]
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a stand-in for o made of values: each query head gets its KV head's values."""
+        """Return a stand-in for o in the probe: each query head gets the values of its KV head."""
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
-        """Return ``query`` in the form in which torch's attention on the model's device scores it."""
+        """Return ``query`` as torch's attention on the model's device needs it."""
         return query
 
     def finished(self, module: Any, o: torch.Tensor) -> torch.Tensor:
-        """Return ``o``, computed for queries from :meth:`scored`, in the form in which R-workers return it."""
+        """Return ``o``, which torch computed for queries from :meth:`scored`, in the form that R-workers return."""
         return o
 
 
@@ -81,5 +81,5 @@ def index_argument(kwargs: dict[str, Any]) -> str | None:
 
 def calls_of(module: Any) -> Calls:
     """Return the ``Calls`` of ``module``, by its kind of layer."""
-    make = getattr(type(module), "make_calls", None)  # on the class: looking up a missing attribute of a module is slow
+    make = getattr(type(module), "make_calls", None)  # of the class: a missing attribute of a module is slow to find
     return make(module) if make else DENSE

@@ -1,7 +1,8 @@
 """Mixtures of experts on the CPU: transformers' grouped products, with enough rows for each expert.
 
-torch's product rounds a row differently among few rows, and routing decides how many an expert gets. So a sequence's
-bits would depend on the others in the batch. Experts get rows of zeros added, up to a number that proves right.
+torch's product rounds a row differently if an expert has few rows, and routing decides how many rows an expert has. So
+a sequence's bits would depend on other sequences in the batch. Rows of zeros are added to each expert, up to a number
+of rows that proves to give a row the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def experts_forward(
     added = torch.repeat_interleave(torch.arange(len(counts)), (wanted - counts) * (counts > 0))
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    # Each added row has k experts too. The last expert gets the rest, again in whole multiples
+    # An added row too has k experts. So the last expert gets more entries, in whole multiples, until k divides the sum
     rest = next(number for number in range(0, multiple * k, multiple) if (len(added) + number) % k == 0)
     added = torch.cat([added, added[-1:].expand(rest)]).reshape(-1, k)
     output = grouped_mm_experts_forward(
@@ -51,12 +52,12 @@ def experts_forward(
 
 @functools.cache
 def row_counts(dtype: torch.dtype, sizes: tuple[int, int], num_threads: int) -> tuple[int, int]:
-    """Return (least, multiple) of rows: torch's product with a weight of ``sizes`` gives a row one result in all.
+    """Return (least, multiple): a product of n · multiple ≥ least rows gives a row the same bits for every n.
 
-    Products share rows among threads, and in float32 a thread rounds differently if it has fewer than four.
+    ``sizes``: the weight's. Threads share a product's rows; in float32 a thread with fewer than 4 rounds differently.
     """
     generator = torch.Generator()
-    most = 40  # rows, of which the first numbers are tried; with more, threads have enough of them
+    most = 40  # smaller numbers of rows are tried; with more rows, each thread has enough
     rows = torch.randn(4 * most, sizes[0], generator=generator).to(dtype)
     weight = torch.randn(sizes, generator=generator).to(dtype)
     found = rows @ weight

@@ -1,7 +1,7 @@
 """Trained sparsity: a layer's queries see only the tokens that an index picks.
 
-An indexer has its own queries, and one key per token. R-workers cache its keys beside the rows that it picks. So an
-indexer sends its queries and keys as a separate layer (``fastdecode.kinds.Index``), and R-workers pick.
+An indexer has its own queries, and one key per token. R-workers cache these keys beside the layer's keys and values. So
+an indexer sends its queries and keys as a separate layer (``fastdecode.kinds.Index``), and R-workers pick the tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class IndexRows(Calls):
 class TokenIndexer:
     """DeepSeek's indexer, mixed into the module's class: weighted heads pick tokens together.
 
-    ``rotates_last``: the rotated dims follow the others (Hunyuan 4), which changes no product.
+    ``rotates_last``: the rotated dims are the last ones (Hunyuan 4); this order changes no dot product.
     """
 
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -76,7 +76,7 @@ class TokenIndexer:
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotated part of ``rows`` [..., head_dim], and the rest."""
+        """Return the rotated dims of ``rows`` [..., head_dim], and the dims that are not rotated."""
         own: Any = self
         width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
         first, last = rows[..., :width], rows[..., width:]
@@ -100,7 +100,7 @@ class BlockIndexer:
 
 
 def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 [...] as [..., 2] elements of ``dtype``; the bits are in the first elements that take 4 bytes."""
+    """Return the bits of float32 [...] as [..., 2] elements of ``dtype``; in float32 the second element is zero."""
     if dtype == torch.float32:
         return torch.stack((weights, torch.zeros_like(weights)), -1)
     return weights.unsqueeze(-1).contiguous().view(dtype)
@@ -131,7 +131,7 @@ def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return which ``scores`` [heads, rows, candidates] are among the row's best ``most`` that are ``seen``: bool."""
+    """Return which of ``scores`` [heads, rows, candidates] are among a row's ``most`` highest ``seen`` scores: bool."""
     scores = scores.masked_fill(~seen, -torch.inf)
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
@@ -153,8 +153,8 @@ def use_index(model: torch.nn.Module) -> None:
 def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
     """Return sharding styles for attention with an index whose heads each pick for one KV head.
 
-    A rank has its own heads of attention and of the index, also in layers that see all tokens. transformers' own plan
-    gives all heads to every rank, since its masks cover all heads.
+    Each rank gets a share of the attention heads and of the index heads, also in layers without an index. transformers'
+    own plan gives all heads to every rank, since its masks cover all heads.
     """
     named = dict(model.named_modules())
     indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
@@ -166,7 +166,7 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add a placeholder mask to the arguments of an attention layer that cuts the mask for its indexer."""
+    """Add a placeholder mask to the arguments of an attention layer whose code slices a mask for its indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs
@@ -195,7 +195,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 def _picks_the_same(indexer: Any, found: type) -> bool:
     """Return whether ``indexer``, as it is and turned into class ``found``, picks the same on random rows."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
-    device = next(indexer.parameters()).device  # of a GPU, if the model was loaded there
+    device = next(indexer.parameters()).device  # a GPU if the model was loaded onto one
     places = torch.arange(PROOF_ROWS, device=device)
     seen = places <= places[:, None]
     try:
@@ -225,7 +225,7 @@ def _dtype_of(linear: Any, other: torch.Tensor) -> torch.dtype:
 
 
 def _random_rows(indexer: Any, tokens: bool, device: torch.device) -> list[Any]:
-    """Return random forward arguments: hidden states [1, rows, hidden], query input if ``tokens``, (cos, sin)."""
+    """Return random forward arguments: hidden states [1, rows, hidden], input of ``wq_b`` if ``tokens``, (cos, sin)."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
     sizes = [each.in_features for each in linears]

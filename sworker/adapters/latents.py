@@ -122,9 +122,9 @@ def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 
 
 def use_latent_rows(model: torch.nn.Module) -> None:
-    """Make every MLA module of ``model`` send latent rows, if its attention proves to stay equal.
+    """Make every MLA module of ``model`` send latent rows, if attention over them proves to stay equal.
 
-    A module with an unknown ``expand_kv`` stays as it is.
+    If any module has an unknown ``expand_kv``, all modules stay as they are.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     for module in modules:
@@ -166,7 +166,7 @@ def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
 
 
 def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Return sharding styles for modules with latent rows: a rank has some heads, and whole rows.
+    """Return sharding styles for modules with latent rows: each rank gets some of the heads, and whole latent rows.
 
     transformers' own plans give all heads of some architectures to every rank.
     """

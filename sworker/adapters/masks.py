@@ -57,7 +57,7 @@ class Asked:
 
 
 def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key positions to examine: all of a short text, and those where windows of ``size`` begin."""
+    """Return query and key positions to examine: all pairs of a short text, and pairs near multiples of ``size``."""
     square = torch.arange(SQUARE, device=device)
     edges = torch.tensor([each for times in range(4) for each in range(times * size - 2, times * size + 3)])
     edges = edges[edges >= 0].unique().to(device)
@@ -80,7 +80,7 @@ class MaskProbe:
         return mask
 
     def find(self, mask: torch.Tensor) -> int | None:
-        """Return the number of the given mask that ``mask`` is; None if the model itself made or changed ``mask``."""
+        """Return the index of the mask from ``give`` that ``mask`` is; None if the model made or changed ``mask``."""
         return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
 
 
@@ -113,7 +113,7 @@ def cached_windows(hf_config: Any) -> list[int]:
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []  # custom model code, with its own cache
+        return []  # custom model code has its own cache
     return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 

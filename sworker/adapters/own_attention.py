@@ -1,7 +1,7 @@
 """Adapters for models with their own attention code, which does not use transformers' ``AttentionInterface``.
 
-Each adapter is the model's own attention class with another core. Projections, rotary embeddings and the order of heads
-stay the model's; only the step from q, k and v to o is ours. This module is imported only for such models.
+Each adapter is the model's own attention class, where only the step from q, k and v to o is FastDecode's. Projections,
+rotary embeddings and the order of heads stay the model's. This module is imported only for such models.
 """
 
 from __future__ import annotations

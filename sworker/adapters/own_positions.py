@@ -1,7 +1,7 @@
-"""Adapter for Llama 4's layers without rotary embeddings, which scale queries by positions that they count.
+"""Adapter for Llama 4's layers without rotary embeddings, which scale queries by their positions.
 
-They count from the number of tokens in their cache. Here rows of many sequences are packed, each at its own position,
-and the S-worker has no cache. So a stand-in for the cache returns offsets that make the count give the right positions.
+The model's code counts positions up from the number of tokens in its cache. Here rows of many sequences are packed,
+each at its own position, and the S-worker has no cache. So a stand-in for the cache returns offsets that correct this.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 transformers computes both in functions of its modeling modules: the convolution of rows, then the recurrence over the
 result. Our forwards replace these functions. The convolution returns its rows unchanged. The recurrence sends these
 rows, with decays and rates, to the R-worker, as attention sends q, k and v. If the model computes more between
-convolution and recurrence (Mamba-1, the RG-LRU), each is sent as a layer. Projections, gates and norms stay the
+convolution and recurrence (Mamba-1, the RG-LRU), the two are separate layers. Projections, gates and norms stay the
 model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
 """
 

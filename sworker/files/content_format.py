@@ -50,8 +50,8 @@ def in_formats(
 ) -> list[dict[str, Any]]:
     """Return ``messages``, whose contents are texts, with contents in the format of each role.
 
-    ``parts``: those of the original messages, the first of which may have been joined. A message whose text is
-    unchanged gets its parts; any other becomes one part.
+    ``parts``: the parts of each original message; the first originals may have been joined into one message. A message
+    whose text equals that of its parts gets these parts. Any other text becomes one part.
     """
     given = parts[len(parts) - len(messages) :]
     shaped = []
@@ -82,18 +82,18 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return whether ``render`` shows MARK as text, and not inside a printed list."""
+    """Return whether the text from ``render`` contains ``MARK``, and not inside a printed list."""
     try:
         text = render(conversation)
     except Exception:  # a template may raise anything for a conversation that does not suit it
         return False
-    # A list of parts that a template prints literally, since it takes text
+    # Shows that a template which expects text has printed a list of parts literally
     printed_part = re.compile(r"""["']type["']\s*:""")
     return MARK in text and not printed_part.search(text)
 
 
 def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[str, Any]]:
-    """Return a short conversation whose message of ``role`` contains the mark."""
+    """Return a short conversation whose message of ``role`` is the text ``MARK``."""
 
     def message(name: str, *texts: str) -> dict[str, Any]:
         wanted = kind if name == role else found.get(name, found["user"])

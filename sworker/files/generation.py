@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str, Any], list[int]]:
     """Return the sampling defaults and the ids that end a text, from the model's generation_config.json.
 
-    As in vLLM, these are the defaults of a request without sampling parameters. Its end-of-text ids always apply, and
-    so do those of a GGUF file. Impossible values are left out, and named in one line.
+    As in vLLM, the defaults apply to a request without sampling parameters. The file's end-of-text ids always apply,
+    and so do those in a GGUF file. Impossible values are left out and logged, one line each.
 
     Raises:
         ModelLoadError: the file is no JSON object.
@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a model id, without access to a hub
+    except OSError:  # a model id whose hub cannot be reached
         return {}
     if found is None:
         return {}

@@ -1,6 +1,6 @@
 """Facts in a GGUF file that transformers' reader drops: set in the configuration, or refused by name.
 
-transformers reads some keys of each architecture and silently drops the others, and tensors with factors of rotary
+transformers reads some keys of each architecture. It silently drops all other keys, and tensors with factors of rotary
 frequencies.
 """
 
@@ -34,7 +34,7 @@ def complete(hf_config: Any, file: Path) -> None:
         hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
     # Layer counts of the Gemmas that scale scores by the hidden size per head; llama.cpp identifies them likewise
     large_gemmas = {"gemma2": 46, "gemma3": 62}
-    if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of these
+    if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of the listed architectures
         _set_attributes(hf_config, arch, keys, file)
         _set_biases(hf_config, tensors)
         if arch in large_gemmas:
@@ -43,7 +43,7 @@ def complete(hf_config: Any, file: Path) -> None:
             hf_config.query_pre_attn_scalar = heads if large else hf_config.head_dim
         if arch == "gpt2":
             hf_config.n_positions = keys.get("context_length", hf_config.n_positions)
-    if arch != "gemma4":  # transformers has the rotary embeddings of these unchanged
+    if arch != "gemma4":  # transformers' rotary embeddings of Gemma 4 need no change
         gguf_rope.set_rope(hf_config, keys, tensors, file, whole=arch not in GGUF_CONFIG_ARCHS)
 
 
@@ -60,7 +60,7 @@ def _check_kind(metadata: Mapping[str, Any], file: Path) -> None:
 
 
 def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Path) -> None:
-    # Keys with their attributes in configurations; the first one that a model has counts
+    # Configuration attributes for each key; the first attribute that the model has is set
     attributes: dict[str, tuple[str, ...]] = {
         "attention.key_length": ("head_dim",),
         "attention.value_length": ("v_head_dim", "head_dim"),
@@ -82,7 +82,7 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
     known = attributes | (gemma4 if arch == "gemma4" else {})
     # Keys for which llama.cpp takes 0 as none
     none_by_zero = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-    # Keys of the size of a head. Models without such a setting derive it from the hidden size.
+    # Keys with the size of a head. Models without an attribute for this size derive it from the hidden size.
     head_lengths = ("attention.key_length", "attention.value_length")
     for key, value in keys.items():
         name = next((each for each in known.get(key, ()) if hasattr(hf_config, each)), None)
@@ -145,7 +145,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _set_pattern(hf_config: Any, pattern: Any) -> None:
-    """Set which layers have a window: from a flag per layer, or from the period of layers without one."""
+    """Set which layers have a window. ``pattern``: a flag per layer, or n if every n-th layer has no window."""
     number = hf_config.num_hidden_layers
     windowed = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in range(number)]
     hf_config.layer_types = ["sliding_attention" if each else "full_attention" for each in windowed[:number]]

@@ -31,9 +31,9 @@ OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base"
 
 
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
-    """Set the rotary embedding of ``hf_config``; without ``whole``, only its scaling.
+    """Set the rotary embedding of ``hf_config``, or only its scaling if ``whole`` is false.
 
-    ``keys`` are the file's, without the architecture. Raise ModelLoadError for what is unknown.
+    ``keys``: the file's, without the architecture's prefix. Raise ModelLoadError for an unsupported embedding.
     """
     parameters = getattr(hf_config, "rope_parameters", None)
     if not isinstance(parameters, dict):
@@ -84,7 +84,7 @@ class _Scaling:
     """The scaling in a file, as llama.cpp reads it."""
 
     def __init__(self, keys: Mapping[str, Any], factors: Mapping[str, list[float]], longest: int, file: Path) -> None:
-        """``longest``: the model's context length. ``factors``: the file's tensors."""
+        """``longest``: the model's context length. ``factors``: factors of frequencies, by the name of their tensor."""
         self._keys, self._factors, self._longest, self._file = keys, factors, longest, file
         self._kind = keys.get("rope.scaling.type") or "linear"
         named = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0

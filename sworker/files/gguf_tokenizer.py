@@ -69,7 +69,7 @@ def _of(file: Path, names: re.Pattern[str]) -> Mapping[str, Any]:
 
 def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
-    # Kinds that split every digit off, before they split like GPT-2
+    # Splitting kinds that first separate every digit, and then split like GPT-2
     digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
     # Kinds that split like GPT-2, as transformers does for every unknown kind
     alike = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
@@ -86,7 +86,7 @@ def _set_splitting(hf: Any, pre: str, file: Path) -> None:
 
 
 def _leave_out_space(backend: Any) -> None:
-    """Do not add a space before a text, as Metaspace, or a normalizer in its place, does by default."""
+    """Make ``backend`` add no space before a text; by default its Metaspace or its normalizer adds one."""
     if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
     else:

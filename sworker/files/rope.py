@@ -53,7 +53,7 @@ def _completed(value: Mapping[str, Any], before: Mapping[str, Any], text_config:
 def check_named(text_config: Any) -> None:
     """Raise ModelLoadError for an unknown kind of scaling, and for a factor without a kind.
 
-    transformers ignores the latter.
+    transformers ignores a factor without a kind.
     """
     for rope in settings(text_config):
         kind = rope.get("rope_type", "default")
@@ -68,7 +68,7 @@ def check_named(text_config: Any) -> None:
 
 
 def reach(text_config: Any, longest: int) -> int:
-    """Return the longest context that a user may ask for: ``longest`` from the configuration, or more by a scaling.
+    """Return the longest context that a user may ask for: ``longest``, the configuration's, or more with a scaling.
 
     Linear scaling multiplies the configuration's length, and YaRN its original length, as in vLLM. For other kinds, and
     for parameters per type of layer, the configuration already has the scaled length.

@@ -53,7 +53,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_not_adapted(model: Any) -> None:
-    """Raise ModelLoadError if ``model`` was loaded from an adapter: transformers loads its base beside the adapter."""
+    """Raise ModelLoadError if ``model`` was loaded from an adapter; transformers leaves the adapter unmerged."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelLoadError("the model is a LoRA adapter: give its base, and --lora-modules NAME=FOLDER")
 
@@ -104,7 +104,7 @@ def check_file(file: Path) -> None:
 
 
 def check_tensors(model: str, info: dict[str, Any], fewer_layers: bool = False) -> None:
-    """Raise ModelLoadError for a missing tensor, or one of another shape; log unused tensors in one line.
+    """Raise ModelLoadError for a missing tensor or a wrong shape; log unused tensors in one line.
 
     ``info``: transformers' loading report. transformers fills missing tensors with random numbers. With
     ``fewer_layers`` the user asked for a part of the model, so unused tensors are expected.

@@ -45,7 +45,7 @@ class Weight:
 
 
 class Files:
-    """The tensors of safetensors files, mapped into memory one file at a time, and in parts."""
+    """The tensors of safetensors files. One file is mapped at a time, and mapped anew after ``MAPPED_BYTES`` bytes."""
 
     def __init__(self, files: list[str]) -> None:
         """Record which file has which tensor."""
@@ -58,7 +58,7 @@ class Files:
         self._lock = Lock()  # transformers reads in threads if the user configures it
 
     def read(self, name: str) -> torch.Tensor:
-        """Return tensor ``name``, mapped from its file. Pages that are read stay until all mapped tensors are gone."""
+        """Return tensor ``name``, mapped from its file. Its pages stay until all tensors of the mapping are freed."""
         file = self.places[name]
         with self._lock:
             if file != self._file or self._num_bytes > MAPPED_BYTES:
@@ -99,7 +99,7 @@ class Packed:
         return self.files.read(name).clone()
 
     def _with_groups_that_count(self, layout: Layout) -> Layout:
-        """Return ``layout`` without group numbers if they are negative; then neighbouring columns share a group."""
+        """Return ``layout`` without ``g_idx`` (group numbers) if negative; then neighbouring columns share a group."""
         groups = [leaf for leaf in layout.names if leaf.endswith("g_idx")]
         absent = {leaf for leaf in groups if bool((self.files.read(layout.names[leaf]) < 0).any())}
         return replace(layout, names={leaf: name for leaf, name in layout.names.items() if leaf not in absent})

@@ -30,13 +30,13 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # the layers that a probe finds; a hybrid's layer may call attention twice, or never
+    ).layers  # as a probe finds them: a hybrid model's layer may call attention twice, or never
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # this list is not the decoder layers, or the code needs all layers
+            continue  # list ``name`` does not hold the decoder layers, or the code needs all layers
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(

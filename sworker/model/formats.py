@@ -25,10 +25,10 @@ Unpack = Callable[[Tensors, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed weight: its tensors' names in the files, by name within the layer, and the unpacking function.
+    """One packed weight: its unpacking function, and its tensors' names in the files by their names in the layer.
 
     ``axis``: the dimension of the tensors that runs along the weight's outputs; None if ``unpack`` takes stacked
-    experts. ``unit``: outputs that share an entry of some tensor along that dimension.
+    experts. ``unit``: number of outputs that share one entry along that dimension.
     """
 
     unpack: Unpack
@@ -42,7 +42,7 @@ class Layout:
         return "blocks" not in self.names
 
     def joins(self, num_outputs: int) -> bool:
-        """Return whether tensors of several weights with ``num_outputs`` joined along ``axis`` are one such weight."""
+        """Return whether weights of this layout, of ``num_outputs`` each, can be joined along ``axis`` to one."""
         return num_outputs % self.unit == 0 and not any(leaf.endswith("g_idx") for leaf in self.names)
 
 

@@ -1,8 +1,8 @@
 """Norms and rotary embeddings in one pass each, instead of torch's five to ten (CPU, float32 and bfloat16).
 
 The model's code is not changed. A norm gets its own ``forward``, and an attention layer its class's ``forward`` with
-another ``apply_rotary_pos_emb``. Each is first compared with the model's own on random rows, and not used if they
-differ by more than rounding.
+another ``apply_rotary_pos_emb``. Each replacement is first compared with the model's own code on random rows, and not
+used if they differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _array(rows: torch.Tensor) -> Any:
 
 def _is_large(x: torch.Tensor) -> bool:
     """Return whether ``x`` is so large that torch's threads together are faster than this module's one thread."""
-    # Elements, and torch threads, up to which one thread here is faster than torch's operations on all threads
+    # Numbers of elements and of torch's threads; up to either, one thread here is faster than torch on all threads
     one_thread = 1 << 18, 4
     elements, threads = one_thread
     return x.numel() > elements and torch.get_num_threads() > threads
@@ -180,7 +180,7 @@ def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.
     try:
         pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # another kind of function has that name
+    except Exception as error:  # the model's function of that name takes other arguments
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 

@@ -19,7 +19,7 @@ from fastdecode.sworker.model.packing import unpacked
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return ``weights_place`` for unpacked weights, since packed ones have their own attention and products."""
+    """Return ``weights_place`` with a request to unpack: packed weights bring their own attention and products."""
     name, named = weights_place(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 
@@ -30,18 +30,18 @@ def check_all_taken(model: Any, name: str) -> None:
     transformers silently drops such tensors.
     """
     header = GgufHeader.from_file(name)
-    if header.architecture in GGUF_CONFIG_ARCHS:  # loading these architectures reports unused tensors
+    if header.architecture in GGUF_CONFIG_ARCHS:  # transformers reports unused tensors of these itself
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
-    # Tensors that transformers uses without reporting it
+    # Tensors that transformers uses although they are not in its map of weights
     taken_aside = {"gpt2": ("output.weight",)}
     taken = {
         *get_gguf_hf_weights_map(model, processor),
         *gguf_rope.TENSORS,
         *taken_aside.get(header.architecture, ()),
     }
-    taken |= {f"{each}.weight" for each in taken}  # parameters of experts, which transformers names without the ending
-    # Endings of tensors that old files repeat in each layer, and that the configuration determines
+    taken |= {f"{each}.weight" for each in taken}  # transformers' names of experts' parameters lack this ending
+    # Endings of the names of tensors in old files that follow from the configuration
     computed = ("attn_rot_embd.weight", "rope_freqs.weight")
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]
     if left:

@@ -75,7 +75,7 @@ class GpuRows:
             try:
                 with torch.inference_mode():
                     self._proven[key] = prove()
-            except Exception as error:  # another kind of module, or of compiler
+            except Exception as error:  # this module or this compiler does not suit the kernel
                 logger.info("%s is left as it is: %s", key[0], error)
                 self._proven[key] = None
         return self._proven[key]

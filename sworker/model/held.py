@@ -45,7 +45,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 def files_digest(model: str, revision: str | None) -> str:
     """Return a SHA-256 of some bytes of a checkpoint's files, for weights that only a format's package can read."""
     digest = hashlib.sha256()
-    # Number of offsets in a file that are read, and bytes read at each
+    # Number of offsets at which a file is read, and number of bytes read at each offset
     num_places, num_bytes = 256, 64
     for name in packed_files(model, revision):
         with Path(name).open("rb") as file:

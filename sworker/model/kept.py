@@ -32,7 +32,7 @@ class KeptLinear(torch.nn.Module):
     """A linear layer that keeps its weight packed, and unpacks it in every forward."""
 
     def __init__(self, linear: torch.nn.Linear, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors``: give only the buffers' shapes and dtypes; loading fills the buffers later."""
+        """``tensors``: only their shapes and dtypes are used, for buffers that loading fills later."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._layout = layout
@@ -132,7 +132,7 @@ def why_not_kept(packed: Packed, places: PackedPlaces) -> str:
 
 
 def _parts(packed: Packed, module: Any, own: str, parts: list[list[str]]) -> list[ExpertPart]:
-    """Register buffers without memory for the packed tensors of parameter ``own``; return its parts."""
+    """Register buffers without memory for the packed tensors of parameter ``own``; return its projections."""
     made = []
     _, rows, columns = module._parameters[own].shape
     for number, names in enumerate(parts):

@@ -1,7 +1,7 @@
 """Experts that keep their weights packed, as a checkpoint has them, and unpack them whenever they compute.
 
-The packed tensors of all experts are stacked, so that one launch unpacks a layer's experts on a GPU, where a recorded
-graph cannot choose among them. On the CPU only experts with rows are unpacked.
+The packed tensors of all experts are stacked. On a GPU one launch unpacks all experts of a layer, since a CUDA graph
+cannot choose among experts. On the CPU only experts with rows are unpacked.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KeptExperts:
         self._shapes = [torch.empty_like(each, device="meta") for each in module.parameters()]
         for name in parts:
             del module._parameters[name]
-        module._is_hf_initialized = True  # else transformers would draw the parameters that are gone
+        module._is_hf_initialized = True  # else transformers would initialize the removed parameters
         module.__dict__["kept_experts"] = self
         module.__dict__["forward"] = self.forward
 
@@ -83,7 +83,7 @@ class KeptExperts:
 
 
 class SomeExperts:
-    """Some experts of a module, with their weights unpacked for one forward; all else is the module's."""
+    """Some experts of a module, with their weights unpacked for one forward; other attributes are the module's."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SomeExperts:
         chosen: torch.Tensor | None,
         shapes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``chosen``: numbers of experts, ascending; None for all. ``shapes``: stand for the unpacked parameters."""
+        """``chosen``: ascending indices of experts; None for all. ``shapes``: what :meth:`parameters` returns."""
         self._module, self._dtype, self._chosen, self._parts = module, dtype, chosen, parts
         self._shapes = shapes
         self.num_experts = module.num_experts if chosen is None else len(chosen)

@@ -162,12 +162,12 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
         if rank:
             optional("sharding").shard(model, hf_config, rank)
         device = resolve_device(config.device)
-        # The model is on the CPU already, and to() would unpack each weight that is packed by now
+        # A model for the CPU is there already, and to() would unpack its packed weights
         return model if device.type == "cpu" else model.to(device)
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
-    """Register our attention with transformers; return a function for what remains to do with a loaded model."""
+    """Register our attention with transformers; return a function that adapts the loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
         return optional("own positions").use_given_positions
@@ -238,7 +238,7 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # some models compute layer types
+    layer_types = vars(text_config).get("layer_types")  # absent if the class computes them
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]

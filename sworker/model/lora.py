@@ -40,13 +40,13 @@ def merged(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     _give_biases(wrapped)
     whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
     for module in whole.modules():
-        if isinstance(module, torch.nn.Linear):  # peft gives a saved LM head the sizes of an embedding, transposed
+        if isinstance(module, torch.nn.Linear):  # peft swaps the two sizes of a saved LM head, as for an embedding
             module.out_features, module.in_features = module.weight.shape
     return whole
 
 
 def _give_biases(wrapped: torch.nn.Module) -> None:
-    """Give a zero bias to each layer without one to which the adapter adds a bias (``lora_bias``)."""
+    """Give a zero bias to each layer that has no bias and to which the adapter adds one (``lora_bias``)."""
     for module in wrapped.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, torch.nn.Linear) and base.bias is None and any(getattr(module, "lora_bias", {}).values()):
@@ -54,9 +54,9 @@ def _give_biases(wrapped: torch.nn.Module) -> None:
 
 
 def _part_shared(wrapped: Any) -> None:
-    """Give each layer that the adapter changes its own weight, if the base ties it to another (tied embeddings).
+    """Give an adapted layer its own weight if the base model shares the weight with another layer (tied embeddings).
 
-    Unmerged, an adapter of the head does not change the embedding. Merged into a shared weight, it would.
+    Unmerged, an adapter of the head leaves the embedding unchanged. Merged into a shared weight, it would change both.
     """
     owners = Counter(id(weight) for _, weight in wrapped.named_parameters(remove_duplicate=False))
     for module in wrapped.modules():

@@ -1,6 +1,6 @@
 """Finds where a checkpoint's packed weights belong in a model: in linear layers, or in experts' stacked parameters.
 
-transformers' own rules for names are used, so a weight has its place under whatever name a checkpoint gives it.
+Names are translated by transformers' own rules, so a weight is found under any name that transformers can load.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Finder:
         return place >= 0
 
     def _place(self, pattern: str | None) -> int:
-        """Return which projection of a parameter ``pattern`` names; -1 if more than stacking and joining is done."""
+        """Return which projection (from 0) ``pattern`` names; -1 if transformers does more than stack and join."""
         if pattern is None:
             return 0
         rule = self._by_pattern[pattern]
@@ -80,7 +80,7 @@ class Finder:
         return list(rule.source_patterns).index(pattern) if stacks and len(rule.target_patterns) == 1 else -1
 
     def incomplete(self) -> str:
-        """Return the name of a parameter that some experts have unpacked; "" if there is none."""
+        """Return the name of a parameter that is not packed for every expert; "" if there is none."""
         for owner, parameters in self.found.experts.items():
             module: Any = self._modules[owner]
             for own, parts in parameters.items():

@@ -79,20 +79,20 @@ def _unpacked(value: Any) -> Any:
 
 
 class FileMaps:
-    """The file mappings of this process at construction, through which safetensors maps checkpoints.
+    """The file mappings that this process has at construction, among them safetensors' mappings of checkpoints.
 
-    A mapped file stays as long as one of its tensors. Pages that were read count as this process's memory until they
-    are given back. They stay in the page cache, so nothing is lost.
+    A file stays mapped as long as one of its tensors exists. Pages that were read count as this process's memory until
+    they are given back to the system. The page cache still holds them, so no data is lost.
     """
 
     def __init__(self, unwritten: bool = False) -> None:
-        """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
+        """``unwritten``: skip mappings with pages that this process has written, which could not be read again."""
         self._ranges: list[tuple[int, int]] = []
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                # No file has inode 0. Other threads may write a library's variables at any time.
+                # Inode 0 means no file. Libraries are skipped: other threads may write their variables at any time.
                 is_file = rest[3] != "0" and not (unwritten and ".so" in rest[-1])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
@@ -104,7 +104,7 @@ class FileMaps:
     def let_go(self, tensor: torch.Tensor) -> bool:
         """Give back the whole pages of ``tensor``; return False if no file backs them.
 
-        Written pages of a private mapping are lost. So the tensor is never read again, or was never written.
+        Written pages of a private mapping are lost. So ``tensor`` must never have been written, or never be read again.
         """
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
@@ -114,13 +114,13 @@ class FileMaps:
         return _give_back(start, end)
 
     def let_all_go(self) -> None:
-        """Give back all pages of the mappings. They must be unwritten; what is read again comes from its file."""
+        """Give back all pages of the mappings, which must be unwritten. Later reads come from the files again."""
         for start, end in self._ranges:
             _give_back(start, end)
 
 
 def _give_back(start: int, end: int) -> bool:
-    """Tell the system that the whole pages from ``start`` to ``end`` may be read from their file again."""
+    """Let the system drop the whole pages from ``start`` to ``end``; later reads come from their file."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     madvise = ctypes.CDLL(None, use_errno=True).madvise

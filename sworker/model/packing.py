@@ -155,9 +155,9 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return (the final form of the weights, arguments for ``from_pretrained``, the class to call it on).
+    """Return (the final form of the weights, arguments for ``from_pretrained``, the class that has this method).
 
-    ``skeleton``: makes the model without memory. The third is None if transformers' automatic class is to load.
+    ``skeleton``: makes the model without memory. The class is None if transformers' automatic class loads the model.
     """
     if packing.how == "theirs":
         return packing, {"device_map": {"": device}}, None
@@ -238,7 +238,7 @@ def torchao_arguments(kind: str, model: torch.nn.Module, device: torch.device) -
 
 
 def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> None:
-    """Quantize a model's random weights in place, in the way of ``torchao_arguments``."""
+    """Quantize a model's random weights in place, as ``torchao_arguments`` does with weights from files."""
     made = torchao_config(kind, model, device)
     from torchao.quantization import quantize_
 
@@ -247,7 +247,7 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 def is_quantized(name: str, module: Any) -> bool:
     """Return whether ``--quantization`` on a GPU quantizes the layer ``module`` with this name."""
-    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: heads, routers, and weights that
-    # R-workers multiply with
+    # Parts of the names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers
+    # whose weights R-workers use
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)

@@ -67,7 +67,7 @@ def check_config(hf_config: Any) -> None:
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
     check_named(text_config)
-    # Kinds of layers that run, where the probe finds nothing against them; some cache nothing
+    # Kinds of layers that are supported unless the probe refuses them; some of them cache nothing
     attending = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
     known = {*attending, "indexed_attention", "minimax_m3_sparse", "moe", "mlp"}
     unknown = set(getattr(text_config, "layer_types", None) or ()) - known - STATE_TYPES

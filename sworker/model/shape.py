@@ -1,4 +1,4 @@
-"""The sizes of a model as the performance model sees them: of a configuration, or of a loaded model."""
+"""The sizes of a model that the performance model needs, from a configuration or from a loaded model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank has a part of every layer's heads and columns, by transformers' plan.
 
-The plan is transformers' (``tp_plan``). Cutting is done here on plain tensors, since layers may be packed later
-(`prepack.py`), which replaces their ``forward``. Exchange with other ranks is in hooks around that. The embedding is
-whole on every rank: look-ups take no time, but adding ranks' parts would.
+The plan is transformers' (``tp_plan``). This module cuts plain tensors, since `prepack.py` may pack layers later and
+replace their ``forward``. Hooks around ``forward`` exchange data with the other ranks. The embedding is whole on every
+rank: look-ups take no time, but adding ranks' parts would.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 class Rank:
     """This process's rank among ``size`` ranks, with its collective operations.
 
-    ``layers``: the process group for tensors of layers. ``near``: shared memory in its place, if all ranks compute on
-    one machine's cores.
+    ``layers``: the process group for tensors of layers. ``near``: shared memory that replaces the group if all ranks
+    compute on one machine's cores.
     """
 
     index: int
@@ -212,7 +212,7 @@ def _untie(model: Any, plan: dict[str, str]) -> None:
 
 
 def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_kv_heads: int) -> None:
-    """Cut a linear layer. ``num_kv_heads``: set if ranks outnumber KV heads, so that several have the same; else 0."""
+    """Cut a linear layer. ``num_kv_heads``: 0 unless ranks outnumber KV heads, so that several ranks share a head."""
     # Plan styles of linear layers whose inputs are split among ranks. The last two get whole inputs and cut them.
     rows = ("rowwise", "rowwise_rep", "rowwise_split_input")
     _check_style(name, style, (*COLUMNS, *rows))
@@ -230,7 +230,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
         return
     _set(linear, "weight", rank.cut(linear.weight.data, 1))
     if linear.bias is not None and rank.index:
-        _set(linear, "bias", torch.zeros_like(linear.bias.data))  # added once, by the first rank
+        _set(linear, "bias", torch.zeros_like(linear.bias.data))  # only rank 0 adds the bias to the ranks' sum
     linear.in_features = linear.weight.shape[1]
     linear.register_forward_hook(lambda module, args, output: _summed(output, rank))
 
@@ -248,10 +248,10 @@ def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Te
 
 
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
-    """Cut parameter ``name`` to this rank's part: of each expert's weight, or of one number per head.
+    """Cut parameter ``name``, experts' weights or a vector with one number per head, to this rank's part.
 
-    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. Gates and values are
-    packed one after the other.
+    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. Packed gates and values:
+    all gates come first, and each half is cut separately.
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
@@ -269,7 +269,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """Return ``rows`` [num_heads · dim, …] with each head repeated for its ranks; unchanged if ``num_heads`` is 0."""
+    """Return ``rows`` [num_heads · dim, …], each head once per rank that has it; unchanged if ``num_heads`` is 0."""
     if not num_heads:
         return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)
@@ -280,7 +280,7 @@ def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
-    """Return all columns, [..., width], from the ranks' parts; the last parts are narrower."""
+    """Return all columns, [..., width], from the ranks' parts; the last parts may be narrower."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
     return torch.cat(rank.gather(own), -1)[..., :width]

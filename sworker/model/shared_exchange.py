@@ -1,8 +1,8 @@
 """Lets ranks on one machine exchange tensors of layers through shared memory, in tens of microseconds.
 
-Every exchange has a number. A rank writes its part into its slot, and then the number beside it. Once all ranks have
-written the number, all parts are there. Two sets of slots alternate: who writes number n + 2 has seen n + 1 of all
-ranks, which have then read n. This needs stores to be seen in order, as on x86; elsewhere ranks use gloo.
+Every exchange has a number. A rank writes its data into its slot, and then the number beside it. Once all ranks have
+written the number, all data is there. Two sets of slots alternate. A rank that writes number n + 2 has seen number
+n + 1 from all ranks, so all have read exchange n. Stores must be seen in order, as on x86; elsewhere ranks use gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAG_WORDS = 16
 
 
 class SharedMemory:
-    """A file of shared memory that all ranks open. Its name is removed once the first rank has closed it."""
+    """A file of shared memory that all ranks open. The rank that made it removes its name on closing."""
 
     def __init__(self, file: int, path: str, is_own: bool) -> None:
         self.file, self.path, self._is_own = file, path, is_own
@@ -93,8 +93,8 @@ class SharedExchange:
     def exchange(self, own: np.ndarray, take: Callable[[slice, np.ndarray], object]) -> None:
         """Send ``own``, uint8 [num_bytes] of equal length on every rank, to all ranks.
 
-        ``take`` is called at least once, with a range and all ranks' bytes there, uint8 [size, length], which it
-        copies. Raise RuntimeError if a rank has ended, or does not come.
+        ``take`` is called for each slice of ``own``, with all ranks' bytes in the slice, uint8 [size, length], and must
+        copy these bytes. Raise RuntimeError if a rank has ended, or sends nothing in time.
         """
         for start in range(0, len(own), SLOT_BYTES):
             part = slice(start, min(start + SLOT_BYTES, len(own)))
@@ -105,7 +105,7 @@ class SharedExchange:
 
         Floats are added in float32 or wider, integers exactly.
 
-        The order is that of the ranks, so a row's bits depend neither on its place nor on the number of rows.
+        Ranks are added in rank order, so a row's bits depend neither on its index nor on the number of rows.
         """
         data = tensor.view(-1).view(torch.uint8)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype

@@ -118,7 +118,7 @@ class SModel:
 
     @property
     def shape(self) -> Any:
-        """Its ``ModelShape``. Raise UnsupportedModelError if the performance model's equations do not cover it."""
+        """The model's ``ModelShape``. Raise UnsupportedModelError if the performance model does not cover the model."""
         return optional("model shape").loaded_shape(self._config, self._hf_config, self.model)
 
     def first_layers(self, num_layers: int) -> ModelCode:

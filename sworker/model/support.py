@@ -73,10 +73,10 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
 
 
 def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Return whether rows get the same bits in forwards of ``counts`` rows and of more rows, attention apart.
+    """Return whether rows get the same bits in forwards of ``counts`` rows as in a larger forward, without attention.
 
-    Matrix products may add in another order for another number of rows. Then a sequence that is recomputed in another
-    batch rounds differently, which shows in 16-bit dtypes.
+    Matrix products may add in another order if the number of rows differs. Then a sequence that is recomputed in
+    another batch rounds differently, which shows in 16-bit dtypes.
     """
     num_rows = len(TOKENS) + MORE_ROWS
     vocab_size = int(hf_config.get_text_config().vocab_size)
@@ -109,7 +109,7 @@ def _varies(module: torch.nn.Module, width: int, weight: torch.Tensor) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(weight.device, weight.dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # this layer is no product of rows
+    except Exception:  # this layer does not multiply rows by its weight
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
@@ -129,7 +129,7 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 
 
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
-    """Return, for each mask that a forward requests, which tokens it shows. The forward ends at its first attention."""
+    """Return which tokens each mask that a forward requests shows. The forward ends at its first attention call."""
     length = len(TOKENS)
     # Most tokens that are embedded and projected to examine the masks of a text
     longest_text = 1 << 14
@@ -142,7 +142,7 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= longest_text:
             return sights
-        length = needed  # masks that depend on their text's tokens need them all
+        length = needed  # a mask function that reads tokens needs one at every examined position
 
 
 class _FirstCallError(Exception):

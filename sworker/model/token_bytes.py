@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, and the most of any token, which bounds the text that can fit a model."""
+"""The bytes that each token stands for, and the most bytes of any token, which limit the text that can fit a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NFC_SHRINKS = 4
 def text_bound(backend: BackendTokenizer) -> TextBound | None:
     """Return the most text that one token can stand for; None if there is no limit.
 
-    A bound needs BPE over bytes, with earlier steps that drop nothing. Bytes without their own token vanish, or are
-    joined to one unknown token, so they do not count. There is no bound if the tokenizer maps words to one unknown
-    token, strips or folds text, or has added tokens that absorb spaces.
+    There is a limit for BPE over bytes whose earlier steps drop no text. Bytes that have no token are dropped or joined
+    to one unknown token, so they do not count. There is no limit if the tokenizer maps words to one unknown token,
+    strips or folds text, or has added tokens that absorb spaces.
     """
     told = json.loads(backend.to_str())
     shrinks, dropped = _shrinks(told["normalizer"]), _dropped_bytes(told)
@@ -76,7 +76,7 @@ def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
 
 
 def _spellings() -> dict[int, str]:
-    """Return the character for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
+    """Return the character for each byte in byte-level vocabularies: itself if printable, else a code point ≥ 256."""
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}

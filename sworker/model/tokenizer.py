@@ -152,7 +152,7 @@ class HFTokenizer:
     ) -> str:
         """Return the text of a conversation.
 
-        Raise RequestError if a word was dropped, or it cannot fit ``max_model_len``.
+        Raise RequestError if the template drops a message's text, or the text cannot fit ``max_model_len`` tokens.
         """
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)

@@ -82,7 +82,7 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):
-        FileMaps(unwritten=True).let_all_go()  # files stay mapped for their norms, with the pages of read experts
+        FileMaps(unwritten=True).let_all_go()  # norms keep files mapped; this frees the pages of experts that were read
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
@@ -100,6 +100,6 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # raises again if the model itself is refused
         logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -41,7 +41,7 @@ def in_parts(
 def integers(words: torch.Tensor, bits: int, interleaved: bool = False) -> torch.Tensor:
     """Return the unsigned integers in int32 ``words`` [rows, columns], lowest bits first: [rows, columns · 32 / bits].
 
-    ``interleaved``: each word has its eight numbers at the places 0, 4, 1, 5, 2, 6, 3, 7, as AWQ's "gemm" layout does.
+    ``interleaved``: the eight numbers of a word are at positions 0, 4, 1, 5, 2, 6, 3, 7, as in AWQ's "gemm" layout.
     """
     places = torch.arange(32 // bits, dtype=torch.int32, device=words.device)
     if interleaved:
@@ -54,7 +54,7 @@ def grouped(
 ) -> torch.Tensor:
     """Return (number - zero) · scale for ``numbers`` [out, in]; scales and zeros are [out, groups].
 
-    ``groups``: the group number of each column; by default each group is equally many neighbouring columns.
+    ``groups``: the group number of each column; by default, neighbouring columns form groups of equal size.
     """
     columns = numbers.shape[1]
     if groups is None:
@@ -79,7 +79,7 @@ def gptq(
 
     ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out].
 
-    ``plus``: what was subtracted from zeros before they were stored.
+    ``plus``: the number that was subtracted from ``zeros`` before they were stored.
     """
     offsets = (integers(zeros, bits) + plus) & (2**bits - 1)
     return grouped(integers(words.T.contiguous(), bits), scales.T, offsets.T, groups)
@@ -97,7 +97,7 @@ def packed_rows(
 
     ``words`` [out, in · bits / 32], ``scales`` [out, groups].
 
-    ``columns``: of the weight; words may have more. ``zeros``: words [out · bits / 32, groups], or None.
+    ``columns``: the weight's columns; ``words`` may hold more. ``zeros``: words [out · bits / 32, groups], or None.
     """
     middle = float(2 ** (bits - 1))
     offsets = middle if zeros is None else integers(zeros.T.contiguous(), bits).T[: len(words)]
@@ -113,8 +113,8 @@ def scaled(
 ) -> torch.Tensor:
     """Return FP8 or int8 ``numbers`` [rows, columns] times their scales, in ``dtype``.
 
-    There is one scale for all, per row, per group or per ``block``. For experts, [experts, rows, columns], each has its
-    own.
+    There is one scale for all, per row, per group or per ``block``. Experts, [experts, rows, columns], have separate
+    scales.
     """
     if numbers.ndim == 3:
         whole = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)

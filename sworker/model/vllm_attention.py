@@ -27,7 +27,7 @@ class Latents(LatentRows):
         self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
         self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
-        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention multiplies them
+        layer.W_UK_T = layer.W_UV = None  # used only by vLLM's attention, which does not run
 
     def _heads(self) -> torch.Tensor:
         return self._weights
@@ -96,7 +96,7 @@ def _unknown_latents(layer: Any) -> str:
 
 
 def _latents(layer: Any, hf_config: Any, absorbs_here: bool) -> Latents:
-    """Return the latents of ``layer``. Raise UnsupportedModelError if they do not expand as ``layer`` expands them."""
+    """Return the latents of ``layer``. Raise UnsupportedModelError if their K and V differ from those of ``layer``."""
     latents = Latents(layer)
     if not latents.expand_as(layer.kv_b_proj):
         refuse(hf_config, "expands latents in another way than its weights of each head say")

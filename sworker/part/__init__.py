@@ -1,1 +1,1 @@
-"""One part of a prompt on a prefill worker."""
+"""The computation of one part of a prompt on a prefill worker."""

@@ -1,7 +1,7 @@
 """Attention of a prompt part's rows on a prefill worker, over the keys and values of earlier rows and their own.
 
-On a CPU an R-worker's own kernels compute it, over keys and values in the form of the R-workers' caches. So a token
-gets the same bits as on the S-worker or an R-worker (``PromptCache``). On a GPU torch's attention computes it.
+On a CPU the R-workers' kernels compute it, over keys and values in the form of the R-workers' caches. So a token gets
+the same bits as on the S-worker (``PromptCache``) or on an R-worker. On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class PartAttention(Protocol):
 
 
 class LayerCaches:
-    """A cache for each kind of layer; it holds one layer of one prompt at a time.
+    """A cache for each kind of layer; a cache holds one layer of one prompt at a time.
 
-    A layer's data is not needed once its rows have attended. So memory for one layer suffices. Equal layers share a
-    cache, in most models all of them. A layer that uses an index's picks shares its cache with the index, which picks
-    again for each such layer.
+    A layer's data is not needed once its rows have attended. So memory for one layer suffices. Layers with equal
+    descriptions share a cache; in most models all layers do. A layer that uses an index's picks shares its cache with
+    the index, which picks again for each such layer.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
@@ -257,9 +257,9 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Att
 
 
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
-    """Return one layer's seconds of prompt attention per pair of query and key, the faster of two trials.
+    """Return the seconds of prompt attention per layer and pair of query and key, the faster of two trials.
 
-    The layer is the first that attends, or an index with the first layer that uses its picks, as the mean of both.
+    The first layer that attends is timed. If an index comes before it, both are timed, and their mean is returned.
     """
     numbered = list(enumerate(layout.layers))
     first = next(number for number, layer in numbered if layer.caches_rows)

@@ -62,7 +62,7 @@ class PartStates:
 
 
 def _alike(start: int, state: Recurrent) -> int:
-    """Return the least token count after which a convolution's inputs are at the same offsets as after ``start``."""
+    """Return the least token count after which a convolution's state has the same layout as after ``start`` tokens."""
     period = max(state.taps - 1, 1)
     return start if start < period else period + start % period
 

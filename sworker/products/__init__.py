@@ -1,1 +1,1 @@
-"""Products of int8 codes, whose bits depend only on the row: ``--quantization int8``."""
+"""Products with int8 weights (``--quantization int8``). The bits of a row's result depend only on this row."""

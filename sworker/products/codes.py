@@ -1,4 +1,4 @@
-"""The weight of a linear layer as int8 codes, until ranks have cut it and it is packed."""
+"""The weight of a linear layer as int8 codes, before it is cut for ranks and packed for the kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Ranks(Protocol):
 
 @dataclass
 class IntegerCodes:
-    """A weight as codes. ``codes``: int8 [outputs, inputs], rotated in ``block``s; ``scales``: float32 [outputs].
+    """A weight: ``codes``, int8 [outputs, inputs], rotated in blocks of ``block``; ``scales``, float32 [outputs].
 
-    ``rank``: the rank whose part of the inputs this is. The sums of all ranks are added before they are scaled.
+    ``rank``: set if this rank has only some of the inputs. All ranks' integer sums are then added before scaling.
     """
 
     codes: torch.Tensor
@@ -85,21 +85,21 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
 def block_of(width: int, num_heads: int, is_cut: bool) -> int:
     """Return the rotation's block size for rows of ``width``: the most neighbours that the kernels can mix.
 
-    ``is_cut``: ranks have parts of a row each. Blocks divide these for every number of ranks that the heads allow.
+    ``is_cut``: rows are split among ranks. Each rank then has whole blocks, for any number of ranks that divides heads.
     """
     # Numbers of ranks for which a rotation must stay within each rank's part of a row
     degrees = range(1, 17) if is_cut else (1,)
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
     most = 4096  # largest block in elements
     block = min(common & -common, most)
-    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels' reflections need whole vectors
+    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels apply these factors to vectors of 16
         while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Undo the rotation of ``rows``, float32 [rows, width]: each of its stages is its own inverse but for a factor."""
+    """Undo the rotation of ``rows``, float32 [rows, width]: up to a factor, each of its stages is its own inverse."""
     part = block & -block
     mixed, apart = rows, block
     for factor in (7, 5, 3):

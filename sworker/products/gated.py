@@ -1,6 +1,6 @@
-"""Gated feed-forward layers in two calls: one product for gate and up; then activation, rotation and product of down.
+"""Gated feed-forward layers in two calls: one product for gate and up; then activation, rotation and down's product.
 
-The module's code is not changed. The module gets another ``forward`` if that proves equal on random rows.
+The module's code is not changed. The module gets another ``forward`` if the two calls prove equal on random rows.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class GatedLayers:
             self._replaced.append(module)
 
     def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
-        """Return the products of gate and up, and of down.
+        """Return the product that gate and up share, and the product of down.
 
-        Return None unless all are integer products that fit, without hooks.
+        Return None unless these are integer products of fitting sizes, and the three layers have no hooks.
         """
         children = dict(module.named_children())
         for names in NAMES:

@@ -73,7 +73,7 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
     """Return the name of the kernels' activation that equals ``gated``; "" if none does.
 
-    ``gated``: rows [n, 2] of a gate and a value → [n, 1]. No product takes part, so that all ranks find the same.
+    ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It contains no product, so all ranks find the same name.
     """
     pairs = torch.randn(256, 2, generator=torch.Generator()) * torch.tensor([4.0, 1.0])
     rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
@@ -84,7 +84,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
     for activation in ACTIVATIONS:
-        # the peak of a single element is its magnitude
+        # these rows have one element, so a row's peak is the magnitude of its activation
         one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)
         if equal_within_rounding(found.to(dtype), wanted):
             return activation
@@ -92,9 +92,9 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
 
 
 def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether three rows in four differ by no more than rounding.
+    """Return whether at least three rows in four differ by no more than rounding.
 
-    Another rounding before rows are quantized gives few of them another code.
+    If values round differently before they are quantized, a few rows get another code and differ by more.
     """
     pairs = zip(found.flatten(0, -2), wanted.flatten(0, -2), strict=True)
     equal = [equal_within_rounding(*pair) for pair in pairs]

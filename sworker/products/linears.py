@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
-    """Quantize every plain ``nn.Linear`` on the CPU in place; its own weight is freed once it is read.
+    """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as its codes exist.
 
-    ``published``: codes from the checkpoint, by weight name; they are kept and not rotated.
+    ``published``: codes from the checkpoint, by weight name; they are used unchanged, without rotation.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
@@ -78,7 +78,7 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     kind: Any = type(module)
     if not multiplies_alone(kind):
         return False
-    # Few outputs take no time and decide much, as experts' gates do. Sums of too many inputs might exceed 32 bits.
+    # Layers with few outputs, such as routers, are fast but need precision. Sums over too many inputs can exceed int32.
     if module.out_features < 16 or module.in_features > 130_000:
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
@@ -173,7 +173,7 @@ class IntegerProduct(SharedProduct):
         return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """Return [..., outputs] for [..., inputs]. With an activation, inputs are gates and then values."""
+        """Return [..., outputs] for ``rows`` [..., inputs]; with an activation, gates come first, and then values."""
         x = as_rows(rows)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
         threads = torch.get_num_threads()
@@ -215,7 +215,7 @@ class IntegerProduct(SharedProduct):
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every layer with codes, grouped with those that read the same rows."""
     seen: set[int] = set()
-    # Names of sibling layers that read the same rows, which are then quantized once
+    # Names of sibling layers that read the same rows; a shared product quantizes these rows once
     shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in model.modules():
         children = dict(module.named_children())
@@ -232,7 +232,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 def _can_share(linears: Sequence[Any]) -> bool:
     """Return whether these layers can share a product.
 
-    They need one input size, codes, a bias each or none, and rows that no other rank shares.
+    All must have codes, the same input size and block size, all or no biases, and inputs that ranks do not split.
     """
     codes = [codes_of(linear) for linear in linears]
     kinds = {

@@ -42,9 +42,9 @@ class IntegerProducts:
 
 
 def restore_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Replace every ``KeptLinear`` by an ``nn.Linear`` whose weight, of ``dtype``, takes no memory beside the packed.
+    """Replace every ``KeptLinear`` by an ``nn.Linear`` of ``dtype`` that still holds only the packed weight.
 
-    A read of the weight unpacks it.
+    Each read of ``weight`` unpacks it.
     """
     for name, kept in [each for each in model.named_modules() if isinstance(each[1], KeptLinear)]:
         with torch.device("meta"):

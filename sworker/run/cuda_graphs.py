@@ -6,11 +6,11 @@ rows::
 
 token ids, positions ─▶ │ graph 0 │ ─▶ q, k, v ─▶ Staging.send … collect ─▶ o ─▶ │ graph 1 │ ─▶ … ─▶ logits
 
-Mini-batches alternate, so between two segments of one, those of another run. What the model keeps meanwhile (the
-residual stream, cos and sin) is in the graphs' memory pool. So each mini-batch has its own pool, static rows and
-graphs. The row counts of one mini-batch share them, as only one of them runs in a step. Static rows are read and
-written only on the compute stream, in the order of its work (staging gathers q, k and v in its own buffer), so no
-events are needed.
+Mini-batches alternate: between two segments of one mini-batch, a segment of another runs. Meanwhile the first one's
+residual stream, cos and sin stay in its graphs' memory pool. So each mini-batch has its own pool, static rows and
+graphs. Its graphs for several row counts share pool and rows, since a step uses only one row count. Static rows are
+read and written only on the compute stream, in the order of its work (staging gathers q, k and v in its own buffer), so
+no events are needed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CudaGraphForward:
         self._packed, self._captured, self._staging = packed, captured, staging
 
     def _run(self) -> torch.Tensor:
-        """Return logits of every row, [num_rows, vocab]. Padding rows compute on leftovers of earlier steps."""
+        """Return logits of every row, [num_rows, vocab]. Padding rows compute on values of earlier steps."""
         packed, captured = self._packed, self._captured
         width = packed.input_ids.shape[1]
         captured.input_ids[:, :width].copy_(packed.input_ids)
@@ -133,10 +133,10 @@ class CudaGraphForward:
 
 
 class ModelGraphs:
-    """The graphs of a model, by mini-batch, largest row count first.
+    """The graphs of a model, by mini-batch and row count.
 
-    They are captured when the engine starts, as in vLLM. The first steps are measured for the load limit, and the
-    prompt scratch is sized by the memory that remains.
+    They are captured when the engine starts, as in vLLM: before steps are measured for the load limit, and before the
+    prompt scratch gets the remaining memory.
     """
 
     def __init__(self, code: ModelCode, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
@@ -192,7 +192,7 @@ class _Capture:
         try:
             captured = self._run(count, graphs, next_graph)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # a failed capture ends with another error
+            with contextlib.suppress(RuntimeError):  # ending a failed capture raises another error
                 self._recorder.end(graphs[-1])
             raise
         self._recorder.end(graphs[-1])
@@ -227,12 +227,12 @@ class _Capture:
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``count`` static rows of tensor ``name``. All layers with this shape share these rows."""
         key = (name, *shape, dtype)
-        if key not in self._static:  # in the first warm-up, and so never in a graph's own memory
+        if key not in self._static:  # happens in the first warm-up, so never in a graph's memory pool
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """Raise RuntimeError if the graphs differ from the model's own forward, on tokens that were not captured."""
+        """Raise RuntimeError if the graphs differ from the model's own forward on other tokens than at capture."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]

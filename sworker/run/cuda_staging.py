@@ -52,14 +52,14 @@ class CudaDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Queue a copy on ``stream``.
 
-        Both sides are contiguous and the host side is pinned, so it is one DMA transfer.
+        Both tensors are contiguous and the one on the host is pinned, so the copy is one DMA transfer.
         """
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
 
 class CudaStaging:
-    """Staging of a model on a GPU: pinned buffers, and a stream each for down and up.
+    """Staging of a model on a GPU: pinned buffers, and a stream for copies in each direction (down is to the host).
 
     The thread never waits for the GPU.
 
@@ -125,9 +125,9 @@ class _Transfer:
     """One mini-batch's buffers, events and phase.
 
     A buffer keeps its address as long as the rows fit, so that CUDA graphs can be captured between attention calls.
-    None needs ``record_stream``. A send begins only after the compute stream was told to wait for the previous o, and
-    that o left only after the previous send had ended. So no stream still uses what is overwritten. (Late copies of an
-    abandoned step are not read.)
+    No buffer needs ``record_stream``. A send begins only after the compute stream was told to wait for the previous o.
+    That o's copy up was queued only after the previous send had ended. So no stream still uses memory that a send
+    overwrites. (Late copies of an abandoned step are not read.)
     """
 
     def __init__(self, mini_batch: int, backend: AttentionBackend, gpu: CudaDevice, down: Any, up: Any) -> None:
@@ -147,7 +147,7 @@ class _Transfer:
         gathered = self._qkv.room(sum(sizes), self._dtype)
         landing = self._pinned_qkv.room(sum(sizes), self._dtype)
         # Allocate before `computed`, since the up stream must not write memory that the compute stream still reads.
-        # Values that are the first dims of keys are not sent, and are no wider than keys.
+        # If values are the first dims of keys, no values are sent, and o is no wider than keys.
         self._o.room(shapes[0][0] * shapes[0][1] * (shapes[2][2] or shapes[1][2]), self._dtype)
         for part, rows in zip(gathered.split(sizes), qkv, strict=True):
             part.view(rows.shape).copy_(rows)

@@ -80,7 +80,7 @@ def _copy_seconds(device: torch.device) -> float:
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of ``work``, after one run that does not count."""
+    """Return the median seconds of ``work``, after one warm-up run."""
     seconds = []
     repeats = 5
     for _ in range(repeats + 1):

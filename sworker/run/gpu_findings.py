@@ -36,7 +36,7 @@ def gpu_state() -> GpuState:
 
 
 def _why_no_gpu() -> str:
-    """Return the first sentence of torch's error, as that the driver is too old; "" if torch has none."""
+    """Return the first sentence of torch's error, such as that the driver is too old; "" if torch raises none."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

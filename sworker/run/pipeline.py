@@ -52,7 +52,7 @@ def attend(
     """Return o [1, T, num_heads, …] of an attention call.
 
     ``query`` is [1, num_heads, T, head_dim]; ``key`` and ``value`` are [1, num_kv_heads, T, …]. The ``Calls`` of the
-    module's kind pass them on (`calls.py`). A call of another layer that comes along, such as an index, goes first.
+    module's kind pass them on (`calls.py`). An index in ``kwargs`` is sent first, as a layer of its own.
     """
     current = getcurrent()
     if not isinstance(current, ModelGreenlet):
@@ -166,9 +166,9 @@ class Pipeline:
     ) -> None:
         """``staging``: the staging of the forwards; by default, the staging for a model on the CPU.
 
-        ``cores``: for a model that computes on this process's cores. A thread that only queues a GPU's work loses no
-        time to a busy core. ``in_order``: mini-batches take turns even if their o is not there. Ranks need this, since
-        their layers wait for each other.
+        ``cores``: given only for a model on the CPU, since queueing a GPU's work loses no time to a busy core.
+        ``in_order``: mini-batches resume in turn, whichever o is there first. Ranks need one order, since their layers
+        wait for each other.
         """
         self.staging = staging or HostStaging(backend)
         self.clock = clock

@@ -1,4 +1,4 @@
-"""Prompt chunks that attend on the model's device by torch, with their keys and values and the picks of indexes."""
+"""Attention of prompt chunks by torch on the model's device; keeps their keys and values, and the picks of indexes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptScratch:
         """Do nothing."""
 
     def abandon_step(self) -> None:
-        """Do nothing, since recomputed rows overwrite these."""
+        """Do nothing, since recomputed rows overwrite the rows of the abandoned step."""
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if rows.context_len or not rows.last_of_prompt:
@@ -78,7 +78,7 @@ class PromptScratch:
 
 
 def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``rows`` copied into a larger tensor for at least ``num_rows``. It doubles, so that chunks stay cheap."""
+    """Return ``rows`` copied into a tensor for ``num_rows``. It at least doubles, so that few chunks cause a copy."""
     grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
     grown[: len(rows)] = rows
     return grown

@@ -1,7 +1,7 @@
 """Prompt attention on the S-worker: a chunk attends over prompt tokens that the S-worker still holds.
 
-On a CPU an R-worker's own kernels compute it, over a cache beside the S-worker. So a token gets the same bits as on an
-R-worker, however its prompt is cut into chunks, and faster than with torch. On a GPU torch's attention computes it.
+On a CPU an R-worker's kernels compute it, over a cache in the S-worker's process. So a token gets the same bits as on
+an R-worker, however its prompt is cut into chunks; torch would also be slower. On a GPU torch's attention computes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 class Sight(NamedTuple):
     """The tokens that a query sees: itself and all earlier ones.
 
-    A ``window`` other than 0 limits them to the last so many, itself included. If ``chunked``, it limits them to the
-    query's own chunk of so many.
+    A ``window`` other than 0 limits them to the last ``window`` tokens, the query's own included. If ``chunked``, it
+    instead limits them to the query's own block, where blocks are of ``window`` tokens each.
     """
 
     window: int = 0
@@ -77,7 +77,7 @@ def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
 def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
     """Return the values of rows ``k`` and ``v`` [rows, num_kv_heads, …].
 
-    They are ``v``, or the first dims of ``k`` in layers that store them there.
+    Values are ``v``, or the first dims of ``k`` if the layer stores its values in its keys.
     """
     return k[..., : layer.value_head_dim] if layer.values_in_keys else v
 
@@ -126,7 +126,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
     """Attend as :func:`reference_attention` does, by torch's fused kernel if the layer has no soft cap and no sinks.
 
     The kernel's ``is_causal`` is aligned top-left, which is right only for a prompt's first chunk. Later chunks,
-    windows and ALiBi get an explicit mask. They run in groups of rows, since masked keys are computed all the same.
+    windows and ALiBi get an explicit mask. Their rows are split into groups, since the kernel computes masked keys too.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
@@ -147,7 +147,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
     """Return how many rows attend together: fewer if each head has its own mask."""
-    # Rows of a later chunk that attend together, to earlier keys and, masked, to each other's
+    # Number of a later chunk's rows that attend together: to all earlier keys, and under a mask to each other's keys
     tile_rows = 256
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else tile_rows
 
@@ -164,7 +164,7 @@ def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> to
 class PromptAttention(Protocol):
     """Attends the prompt chunks that run on the S-worker, and keeps their keys and values for later chunks.
 
-    The scheduler bounds it by counting the tokens (``--prefill-scratch``).
+    The scheduler limits the number of kept tokens (``--prefill-scratch``).
     """
 
     over_latents: bool
@@ -196,7 +196,7 @@ class PromptAttention(Protocol):
 
 
 class PromptCache:
-    """A ``PromptAttention`` by an R-worker on the S-worker's process and cores."""
+    """A ``PromptAttention`` by an R-worker in the S-worker's process, on the same cores."""
 
     over_latents = False
 
@@ -209,9 +209,9 @@ class PromptCache:
         self._in_step = False
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """See ``PromptAttention.begin_step``. The R-worker gets no step without such prompts.
+        """See ``PromptAttention.begin_step``. The R-worker gets no step if nothing attends here or is to be freed.
 
-        Kept tokens beyond the beginning of a chunk are dropped: the prompt has restarted, or a step failed.
+        Kept tokens at or after a chunk's first position are dropped: the prompt has restarted, or a step failed.
         """
         spans = tuple(_spans(mini_batch) for mini_batch in mini_batches)
         if not self._unwanted and not any(map(len, spans)):

@@ -79,7 +79,7 @@ class SWorker:
     def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
         """Return an S-worker for another model that computes between this one's steps, with the same threads and clock.
 
-        ``lead``: for ranks that share that model too.
+        ``lead``: lets the other ranks compute a step, if ranks share the other model too.
         """
         return SWorker(code, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
 
@@ -183,7 +183,7 @@ class SWorker:
     ) -> dict[int, list[SampledToken]]:
         """Return the sampled tokens by sequence.
 
-        ``logits``: tensors [rows, vocab_size]. ``num_logits``: by sequence, its number of rows in them, in order.
+        ``logits``: tensors [rows, vocab_size]. ``num_logits``: the number of rows of each sequence, in their order.
         """
         if not num_logits:
             return {}

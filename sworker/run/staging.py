@@ -1,4 +1,4 @@
-"""The rows of a mini-batch: packed for the model, staged as q, k, v for R-workers, and o back."""
+"""The rows of a mini-batch: packed for the model; then q, k and v are staged for R-workers, and o is staged back."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Tap(Protocol):
 class PackedRows:
     """One mini-batch, ready for the model.
 
-    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, rows whose
-    logits are wanted, padded likewise unless empty; the first ``num_sampled`` count. ``attending_rows``: selects the
-    rows that attend on R-workers among the first ``num_rows``. ``tap``: keeps the queries of some rows.
+    ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the
+    ``num_sampled`` rows whose logits are wanted, then padding (none if no row is wanted). ``attending_rows``: selects,
+    among the first ``num_rows`` rows, those that attend on R-workers. ``tap``: keeps the queries of some rows.
     """
 
     input_ids: torch.Tensor
@@ -53,9 +53,9 @@ class PackedRows:
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
-    """Return the packed chunks of a mini-batch. Their order is that of the rows for R-workers.
+    """Return the packed chunks of a mini-batch, in the order in which R-workers get their rows.
 
-    ``least_rows``: smaller forwards are padded to it.
+    ``least_rows``: forwards with fewer rows are padded to this number.
     """
     chunks, tokens = mini_batch.chunks, mini_batch.token_ids
     counts = chunks["num_rows"]
@@ -95,7 +95,7 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until its copy has ended, although nothing else refers to it
+    # torch keeps the pinned tensor's memory until the copy has ended, so no reference to it is needed
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
@@ -163,7 +163,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Staging of a model on the CPU. The backend reads its memory, copied at most once, and starts at once."""
+    """Staging of a model on the CPU. The backend gets q, k, v with at most one copy, and starts at once."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend

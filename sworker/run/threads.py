@@ -53,9 +53,9 @@ def openmp_thread_ids(num_threads: int) -> list[int]:
 class SharedCores:
     """Uses fewer threads while another process keeps a core busy.
 
-    An operation ends with its last thread. On a core held by a busy process, that thread waits for its time slice, some
-    milliseconds in every operation, while the others sleep. So this measures how long the calling thread is off its
-    core. On separate cores an operation spins through its short waits instead.
+    An operation ends when its last thread ends. A thread on the busy core waits for its time slice, some milliseconds
+    in every operation, while the other threads sleep. So the time that the calling thread spends off its core shows the
+    loss. Without a busy process, threads spin through their short waits and stay on their cores.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class SharedCores:
     def pinned(self) -> Iterator[None]:
         """Pin each of torch's threads to its own core within the context, if there are as many threads as cores.
 
-        R-workers' threads are pinned too. After a sleep the kernel tends to put two of torch's threads on one core
-        beside them, and leaves them there. The calling thread is the first of torch's.
+        R-workers' threads are pinned too. Beside such threads, the kernel tends to wake two of torch's threads on one
+        core, and leaves the two there. The calling thread is the first of torch's threads.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = self._team() if self.num_threads == len(cores) > 1 else []
@@ -105,9 +105,9 @@ class SharedCores:
                 self._team_key = None
 
     def start(self) -> None:
-        """Note the start of model code; after a rest, use all threads again."""
+        """Note the start of model code; use all threads again when a time with fewer threads is over."""
         self._started, self._cpu_started = self._now(), self._cpu_now()
-        if self._threads_now() != self.num_threads:  # the engine's owner has changed the number
+        if self._threads_now() != self.num_threads:  # the user's program has set torch's threads
             self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)
@@ -119,7 +119,7 @@ class SharedCores:
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        # Least share of the time that must be lost to reduce threads. A smaller loss costs less than a missing thread.
+        # Fraction of the time above which lost time reduces threads. A smaller loss costs less than a missing thread.
         lost_part = 0.3
         self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
         if sum(self._losses) >= LOSSES[0]:
@@ -127,7 +127,7 @@ class SharedCores:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """Use an eighth fewer threads, at least one fewer; for longer if the last such rest has just ended."""
+        """Use an eighth fewer threads, at least one fewer, for a time, or twice that if the last has just ended."""
         if self.num_threads == self._all:
             failed_at_once = now < self._rests_until + REST_SECONDS[0]
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]

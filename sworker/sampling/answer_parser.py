@@ -29,7 +29,7 @@ WRAPPER = "wrapper"
 
 
 def has_parser() -> bool:
-    """Return whether the installed transformers has the response parser with all that is used of it."""
+    """Return whether the installed transformers has a response parser with all features that are used here."""
     if ResponseParser is None:
         return False
     fields = ResponseTemplateField.__dataclass_fields__
@@ -38,9 +38,10 @@ def has_parser() -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: a chunk of text, or a whole region of calls or marks with its ``body``.
+    """A part of an answer: some text, or a whole region (of tool calls, or of delimiters) with its ``body``.
 
-    ``closes``: the region ends here. ``closed``: its delimiter was found. ``end``: where the piece ends in the answer.
+    ``closes``: the region ends with this piece. ``closed``: the region's closing delimiter was found. ``end``: the
+    offset in the answer at which the piece ends.
     """
 
     field: str
@@ -68,7 +69,7 @@ class AnswerTemplate:
 
     @property
     def markers(self) -> str:
-        """All delimiters of its fields in one text, to find the special tokens that it needs."""
+        """All delimiters of the template's fields in one text; special tokens in it are those that parsing needs."""
         return str(self.spec["fields"]).replace("\\", "")
 
     @property
@@ -98,7 +99,7 @@ class AnswerTemplate:
         return name.startswith(CALLS)
 
     def read_calls(self, region: Piece, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the calls of a region, each ``{"function": {"name", "arguments"}}``, or its text if it is only cut.
+        """Return a region's calls: ``{"function": {"name", "arguments"}}`` each, or texts of calls still to be parsed.
 
         ``tools``: their schemas give the types of arguments that the model writes as text. Raise ValueError if the
         region does not have the form of the template.
@@ -136,7 +137,7 @@ def _regions(template: Any) -> Any:
             plain = dataclasses.replace(plain, close_re=None, close_literals=None, close_literal_can_extend=False)
         fields[name] = plain
     implicit = template.implicit
-    if implicit is None:  # the parser drops what no field takes
+    if implicit is None:  # the parser would drop text that belongs to no field
         implicit = "marks_between"
         fields[implicit] = dataclasses.replace(_blank(implicit), content_args={"strip": False})
     return dataclasses.replace(template, defaults={}, fields=fields, implicit=implicit)
@@ -162,7 +163,7 @@ class AnswerCutter:
         told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
         self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
         if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
-            begun, opened = "", None  # the answer is a separate text
+            begun, opened = "", None  # the answer continues no region of the prompt
         self._parser = opened or ResponseParser(template.regions, prefix="")
         self._text, self._start = begun, len(begun)
         self._at, self._body, self._region = 0, 0, 0

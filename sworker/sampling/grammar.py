@@ -25,7 +25,7 @@ _BIAS_OF_BITS = np.where(
 
 
 class Matcher:
-    """The state in which one completion's text is within its grammar."""
+    """The state of one completion's text within its grammar."""
 
     def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
         """``no_token``: the id that stands for the end of a text, and can never be chosen."""
@@ -84,7 +84,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles the grammars of requests, over one tokenizer. llguidance is imported at the first one.
+    """Compiles the grammars of requests, over one tokenizer. llguidance is imported for the first grammar.
 
     ``vocab_size``: of the model's logits, at least the tokenizer's. Any thread may call ``prepare`` and
     ``read_vocabulary``; afterwards ``matcher`` takes no time.
@@ -169,7 +169,7 @@ def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) ->
         spaces = not params.disable_any_whitespace
         return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
     if params.choice is not None:
-        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" has a limit of 2,000
+        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" takes at most 2,000 texts
     if params.regex is not None:
         return grammar_from("regex", params.regex)
     return grammar_from("grammar", _LARK.sub(lambda found: _by_id(found[0], special), str(params.grammar)))
@@ -186,8 +186,8 @@ def _by_id(part: str, special: Mapping[str, int]) -> str:
 def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[str, int]]:
     """Return (the tokenizer's JSON with some tokens renamed so that no text spells them, these tokens' ids).
 
-    These are special tokens, and added tokens in angle brackets, which outputs omit. Otherwise llguidance would allow
-    such a token in place of its text. ``no_token``: the id of one more special token.
+    Special tokens and added tokens in angle brackets are renamed, since outputs omit them. Otherwise llguidance would
+    allow such a token where a grammar asks for its text. ``no_token``: the id of one more special token.
     """
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
@@ -231,5 +231,5 @@ def _obstacle(matcher: LLMatcher) -> str:
 
 
 def _first_line(problem: str) -> str:
-    """Return the first line of llguidance's message, which the whole grammar may follow."""
+    """Return the first line of llguidance's message; later lines may repeat the whole grammar."""
     return problem.partition("\n")[0].strip()

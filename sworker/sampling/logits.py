@@ -1,8 +1,8 @@
 """A row's sampling input, and edits of logits that depend on their rows' tokens.
 
-Bias, bans and penalties are sparse updates of the whole batch. Each gathers its (row, token) cells in one index, so the
-cost grows with the cells, not the vocabulary. The order is vLLM's: allowed tokens, logit bias, ``min_tokens``, bad
-words, repetition, frequency and presence penalties. Grammars come last.
+Bias, bans and penalties are sparse updates of the whole batch. Each changes its (row, token) cells through one index,
+so its cost grows with these cells, not the vocabulary. The order is vLLM's: allowed tokens, logit bias, ``min_tokens``,
+bad words, repetition, frequency and presence penalties. Grammars come last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SamplingRow:
 
     @cached_property
     def plain_from(self) -> float:
-        """Number of output tokens from which on the next token is the likeliest by the model's unchanged logits."""
+        """Output length from which on the next token is the likeliest by the model's unchanged logits; inf if never."""
         if not self.params.greedy or self.params.changes_logits or self.bad_words_token_ids or self.grammar is not None:
             return math.inf
         return self.params.min_tokens if self.stop_token_ids else 0

@@ -75,10 +75,10 @@ def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
-    """Return the tokens whose probability, summed from the least likely to themselves, is at most 1 - p."""
+    """Return the tokens to drop: a token's probability plus those of all less likely tokens is at most 1 - p."""
     weights = integer_weights(scores.softmax(-1))
-    # transformers compares with 1 - p in double precision, then float32. Of equal tokens low ids go first, as in a
-    # stable sort (transformers' own choice there depends on torch.sort).
+    # Like transformers, compute 1 - p in double precision and compare in float32. Of equally likely tokens, low ids are
+    # dropped first, as after a stable sort (transformers' own choice among them depends on torch.sort).
     limits = _column([1.0 - p for p in top_p], scores)
     return ~_nucleus(ranking_keys(scores, low_ids_first=False), weights, limits, FIRST_NUCLEUS)
 
@@ -86,9 +86,9 @@ def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
 def _nucleus(keys: Tensor, weights: Tensor, limits: Tensor, size: int) -> Tensor:
     """Return the mask of tokens that top-p keeps.
 
-    It is found among the ``size`` best tokens, and among more for rows where all of these stay.
+    The ``size`` likeliest tokens are examined first; in rows where all of them stay, more are examined.
 
-    Sums are of integers and keys are unique, so the mask does not depend on the size.
+    Sums are of integers and keys are unique, so the mask does not depend on ``size``.
     """
     size = min(size, keys.shape[1])
     ids = top_token_ids(keys, size, low_ids_first=False)

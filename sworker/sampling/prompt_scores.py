@@ -28,9 +28,9 @@ class PromptScores(NamedTuple):
 def score_prompts(
     mini_batches: Sequence[MiniBatch], logits: Sequence[Tensor], prompts: Mapping[int, ScoredPrompt]
 ) -> tuple[list[Tensor], dict[int, PromptScores]]:
-    """Return the logits of sampling rows, and the scores of each of ``prompts`` with rows here.
+    """Return the logits of sampling rows, and the scores of those ``prompts`` that have rows in ``mini_batches``.
 
-    ``logits``: [some, vocab] of each mini-batch with rows, in order, including those of scored prompts.
+    ``logits``: [rows, vocab] of each mini-batch that is not empty, in order, including rows of scored prompts.
     """
     sampling: list[Tensor] = []
     scores: dict[int, PromptScores] = {}
@@ -53,7 +53,7 @@ def score_prompts(
 def _score(logits: Tensor, prompt: ScoredPrompt, start: int) -> PromptScores:
     """Return the log-probabilities of the tokens of ``prompt`` from position ``start`` on.
 
-    ``logits``: those of the row before each token, and one more row at the prompt's end.
+    ``logits``: those of the row before each token; at the prompt's end also those of the last row, which are not used.
     """
     targets = list(prompt.token_ids[start : start + len(logits)])
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -28,7 +28,7 @@ class SampledToken(NamedTuple):
 
     ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
     order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
-    ``excluded``: it failed because the request's limits leave no token. ``sources``: the blocks of context with
+    ``excluded``: the row failed because the request's limits leave no token. ``sources``: the blocks of context with
     the most attention, if requested; the engine finds them.
     """
 
@@ -95,11 +95,11 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the tokens of rows that are not plain: int64 [num_rows], ``EXCLUDED`` if every token is banned."""
+    """Return the tokens of rows with edited logits or random draws: int64 [num_rows], ``EXCLUDED`` if none is left."""
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # the common case: no argmax and no copy of the random rows
+    if len(random) == len(rows):  # the common case needs no argmax, and no copy of scores
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:
@@ -109,7 +109,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return random tokens, int64 [num_rows]; overwrite the scores. A row's output length counts its draws."""
+    """Return random tokens, int64 [num_rows]; overwrite the scores. A draw's position is the row's output length."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
