@@ -34,7 +34,7 @@ _WORD = struct.Struct("=Q")
 
 
 class MpiJob:
-    """All ranks of this mpirun job. MPI calls of its threads take turns."""
+    """All ranks of this mpirun job. Only one thread of this process calls MPI at a time."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD

@@ -1,4 +1,4 @@
-"""The audit of a pool's R-workers as the pool sees it, and questions to R-workers in other processes."""
+"""The pool's interface to audits of its R-workers, and audit questions to R-workers in other processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
 
 
 class Verdict(NamedTuple):
-    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and neither R-worker is named."""
+    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and it is unknown which one is wrong."""
 
     worker: int
     reason: str
 
 
 class Audit:
-    """The pool's audit, which the pool tells of each step; this one audits nothing. ``num_rows``: rows compared."""
+    """Base of audits, which the pool tells of each step; this class audits nothing. ``num_rows``: rows compared."""
 
     num_rows = 0
     is_on = False
