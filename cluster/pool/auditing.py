@@ -148,7 +148,7 @@ class RandomAudit(Audit):
         self._answers[index] = None if answers is None or before is None else before + answers
 
     def _compare(self, row: AuditedRow, own: AuditAnswer, other: AuditAnswer | None) -> list[Verdict]:
-        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: that of the second copy's holder."""
+        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: that of ``row.checker``."""
         self.num_rows += 1
         for index, answer in ((row.worker, own), (row.checker, other)):
             if answer and answer.is_damaged:

@@ -74,7 +74,8 @@ class RoutedRows:
     def gather(self, isa: str) -> np.ndarray:
         """Return the scattered layer's o. Call this once all busy R-workers have answered; valid until ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``. An index layer's are not merged, but read by ``picks``.
+        Partial results are merged in the arithmetic of ``isa``. Call ``picks`` for an index
+        layer, whose partial results are not merged.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
@@ -87,7 +88,7 @@ class RoutedRows:
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
         """After ``gather`` of an index layer, yield (index, counts of picked tokens) of R-workers with partial results.
 
-        A count says how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
+        A count is how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
         that pick]. Among equal scores, earlier tokens win.
         """
         if not (self._spec and self._spec.ranks_tokens):
@@ -136,7 +137,7 @@ class RoutedRows:
         shape = len(rows), *array.shape[1:]
         if (key := (name, worker, shape)) not in self._taken:
             self._taken[key] = np.empty(shape, array.dtype)
-        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # "clip" writes to ``out`` directly
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # mode "raise" buffers ``out``
 
     def partials_of(self, worker: int) -> np.ndarray:
         """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""

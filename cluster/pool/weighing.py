@@ -28,7 +28,7 @@ class _Open:
     asked: list[Weighing]
 
     def join(self, answers: Sequence[np.ndarray | None]) -> np.ndarray | None:
-        """Return the weights of the row's blocks, float32 [num_blocks]; None if an R-worker with a range is lost."""
+        """Return the weights of the row's blocks, float32 [num_blocks]; None if an answer is missing."""
         weights = np.zeros(self.row.num_blocks, np.float32)
         for each, found in zip(self.asked, answers, strict=True):
             if found is None:

@@ -46,9 +46,9 @@ class JobCancelledError(FastDecodeError):
 class PromptJob:
     """One part of a prompt that this worker computes. The port's thread fills in what other workers send.
 
-    With KV-Runahead, a worker needs the earlier parts, which the previous worker sends, and passes all parts up to its
-    own on. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
-    parallelism, every worker needs all parts. They go round in a ring, each as often as there are other workers.
+    With KV-Runahead, a worker gets all earlier parts from the previous worker, and sends them and its own part to the
+    next worker. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
+    parallelism, every worker needs all parts. Each part passes from worker to worker in a ring, until all have it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PromptJob:
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # a prefix comes as the cache's bytes
+        for place, each in zip(places, rows, strict=True):  # rows of a prefix are the cache's bytes
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 

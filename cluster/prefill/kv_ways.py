@@ -72,7 +72,7 @@ class PortHeads:
 def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
     """Return a function that sends rows to all KV ports of the R-worker in ``placed``.
 
-    Its positions are those in the prompt; the R-worker counts from the first token that it stores.
+    The function takes positions in the prompt; the R-worker counts positions from the first token that it stores.
     """
 
     def send(layer: int, start: int, arrays: Arrays) -> int:
@@ -86,7 +86,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """Return a function that reads ``placed``'s tokens from its R-worker; each head comes from the first such port."""
+    """Return a function that reads the tokens ``placed``, each head from the first of its R-worker's ports with it."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}

@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt. Its positions count from ``start``.
+    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt; it counts positions from ``start``.
 
     The R-worker knows these tokens as job ``ticket``. If ranks share the model, there is one place per rank.
     """
@@ -135,7 +135,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
         """Return whether the part cannot be computed without ``place``.
 
-        ``place``: a prefill worker, or an R-worker. ``numbers``: the job ids or tickets under which it knows transfers.
+        ``place``: a prefill worker, or an R-worker. ``numbers``: job ids or tickets of transfers with it.
         The part depends on the next prefill worker, and on R-workers with some of the prefix.
         """
         if self.next == place and self.job_id in numbers:

@@ -1,4 +1,4 @@
-"""An R-worker's answers to audits, and its checks of its own memory before cached tokens are read for others."""
+"""An R-worker's answers to audits, and checks of its memory before cached tokens are shared or leave it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastdecode.kinds.layout import KVLayout
 
 
 def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQuestion]) -> list[AuditAnswer]:
-    """Return the answers of ``worker`` to ``asked``. Raise ValueError or KeyError for a row that it does not hold.
-    Before the first step, an empty ``asked`` makes it keep checksums of full blocks.
+    """Return the answers of ``worker`` to ``asked``. Raise ValueError or KeyError for a row that is not cached.
+    Before the first step, an empty ``asked`` makes ``worker`` keep checksums of full blocks.
     """
     if not asked:
         worker.keep_checksums()

@@ -81,9 +81,9 @@ class KvPort:
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
-        """``host``: where the R-worker listens for S-workers; "" if it does not. The port has the same reach.
+        """Listen at ``host``, or at all addresses if it is ""; only at loopback if the layout says so.
 
-        Raise ValueError without a key if it would be open beyond this machine, OSError if it cannot listen.
+        Raise ValueError without a key if the port would be open beyond this machine, OSError if it cannot be opened.
         """
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:

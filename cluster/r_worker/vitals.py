@@ -32,7 +32,7 @@ class Vitals:
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
 
     def turn(self) -> None:
-        """Record that the main loop has begun another turn."""
+        """Record that the main loop has begun another iteration."""
         self.turned = time.monotonic()
 
     def opened(self, num_blocks: int) -> None:

@@ -90,7 +90,7 @@ def decode_parked(data: bytes | bytearray) -> Parked:
 
 
 def encode_chains(chains: Sequence[Chain]) -> bytes:
-    """Return the parked chains: their number, the blocks of each and the tokens after them (int64), and all marks."""
+    """Return the number of chains, each chain's ``num_blocks`` and ``rest`` (int64), and the marks of all chains."""
     sizes = [number for chain in chains for number in (chain.num_blocks, chain.rest)]
     start = np.array([len(chains), *sizes], "<i8").tobytes()
     return b"".join((start, *(mark for chain in chains for mark in chain.marks)))

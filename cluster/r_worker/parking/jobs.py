@@ -94,7 +94,7 @@ class ParkJob(_Job):
 
 
 class WakeJob(_Job):
-    """A sequence being loaded: ``num_wanted`` tokens in blocks, and the end if layers are recurrent."""
+    """A sequence being loaded: ``num_wanted`` tokens in blocks, and the chain's end if layers are recurrent."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class Room:
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
         """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: no S-worker takes steps yet."""
         self.stop()
-        # At most this part of the cache, as 1 / n, is committed ahead of its use
+        # At most 1 / ``most_of_cache`` of the cache is committed ahead of its use
         most_of_cache = 8
         ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
         if ahead:
@@ -43,7 +43,7 @@ class Room:
             self._done = None
 
     def _commit(self, ahead: int, at_once: bool) -> None:
-        # Seconds between a job and the commits for the next one, so that waiting steps go first
+        # Seconds from the end of a job to the next commit, so that waiting steps go first
         rest_seconds = 0.2
         rest = 0.0 if at_once else rest_seconds
         while not self._stop.wait(rest):
@@ -57,7 +57,7 @@ class Room:
         """Commit a chunk; return False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
-        # Bytes committed at a time, which bounds the wait for the thread
+        # Bytes committed at a time; ``stop`` waits for no more than one such commit
         chunk_bytes = 1 << 18
         count = min(end - first, max(1, chunk_bytes // self._worker.block_bytes))
         if count <= 0:
