@@ -35,7 +35,7 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER
 from fastdecode.core.errors import BackendError
 
 HANDSHAKE_SECONDS = 2.0
-"""Seconds after which a missing handshake is diagnosed. It takes milliseconds if the other end is a ZeroMQ socket."""
+"""Seconds after which a missing handshake is diagnosed. A handshake with a ZeroMQ socket takes milliseconds."""
 
 log = logging.getLogger("fastdecode.r_worker")
 

@@ -15,7 +15,7 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
-"""Seconds that an R-worker waits for an S-worker that sends no heartbeats, and serves no other S-worker meanwhile."""
+"""Seconds without heartbeats after which an R-worker drops its S-worker and may serve another one."""
 
 MAX_QUEUED = 256
 """Most queued messages to one peer, or from one peer to a listener. Most messages are a few hundred KiB.

@@ -18,10 +18,10 @@ from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan
 from fastdecode.kinds.layout import KVLayout
 
 Wait = Callable[[], list[AuditAnswer] | None]
-"""A function that waits for an R-worker's answers; None if the R-worker is lost."""
+"""A function that waits for an R-worker's answers and returns them; None if the R-worker is lost."""
 
 Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
-"""A function that sends questions to the R-worker of an index."""
+"""A function that takes an R-worker's index, and sends the questions to that R-worker."""
 
 
 class Verdict(NamedTuple):

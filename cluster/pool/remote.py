@@ -54,7 +54,7 @@ OPEN_SECONDS = 30.0
 """Most seconds from HELLO to WELCOME. A running R-worker answers in milliseconds, a starting one in seconds."""
 
 TAKE_SECONDS = 5.0
-"""Seconds for which to ask for a named session of another S-worker. A silent S-worker loses it in less time."""
+"""Seconds for which to ask for a session that another S-worker has. A silent S-worker loses its session sooner."""
 
 
 class RemoteWorker(PoolWorker):

@@ -165,7 +165,7 @@ def transfer_seconds(
 ) -> float:
     """Return the seconds in which data was under way to and from a worker, without time in the worker's queue.
 
-    They are Σ (busy start − the later of submit and the previous call's end), plus the time from busy end to arrival.
+    For each call, add busy start − the later of submission and the previous call's end, and arrival − busy end.
     All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
     one after another, so a call waits for the previous one, which is not transfer. ``arrived``: the time at which o
     arrived if the S-worker was waiting for it, else 0. An o that nobody waits for costs no time.

@@ -1,7 +1,7 @@
 """Asks a pool's R-workers for a query's attention weights per block of tokens ("weighing"), and joins the answers.
 
 A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two: first the
-max and sum of scores in each range, which give the max and sum of the whole; then each range's weights, scaled by them.
+max and sum of scores in each range, which give those of the whole sequence; then each range's weights in the sequence.
 """
 
 from __future__ import annotations

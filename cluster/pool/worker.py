@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class PoolWorker:
     """The pool's interface to one R-worker.
 
-    Slow requests have two methods: the pool calls the one that sends on all workers, then the one that waits.
+    Slow requests have a method that sends and one that waits. The pool calls the first on all workers, then the second.
 
     A refusal is a ValueError or KeyError with the reason, and changes nothing. A WorkerLostError names a lost worker.
     """
@@ -62,8 +62,7 @@ class PoolWorker:
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
 
-        ``counts``: int32 [rows of partial results, heads that pick]. If a query has several rows, the first row
-        has the query's counts.
+        ``counts``: int32 [rows of partial results, heads that pick]. Of a query's rows, the first has the counts.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:

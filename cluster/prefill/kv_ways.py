@@ -54,7 +54,7 @@ class PortHeads:
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
 
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Copy ``rows``, the cache's bytes of some ``heads``, into ``stored`` of all heads; both uint8 [rows, …]."""
+        """Copy ``rows``, cached bytes of KV heads ``heads``, into ``stored``, of all heads: both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
         for whole, part in zip(
             _by_head(shape, kv_dtype, stored, shape.num_kv_heads),

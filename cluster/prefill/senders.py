@@ -22,7 +22,7 @@ POLL_SECONDS = 0.002
 
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
-"""A function called after a failure with: affected job ids or tickets, the port, the reason, whether it is gone."""
+"""A function called after a failure: with affected job ids or tickets, port, reason, and whether the port is gone."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _answer(worker: _rworker.RWorker, layout: KVLayout, asked: AuditQuestion) ->
 
 
 class AuditDoor:
-    """Answers AUDIT frames over one session's R-worker. The first frame makes it keep checksums of blocks."""
+    """Answers AUDIT frames over one session's R-worker. The first frame makes the R-worker keep checksums."""
 
     def __init__(self, link: Link, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._link, self._worker, self._layout = link, worker, layout

@@ -18,8 +18,8 @@ from fastdecode.kinds.layout import KVLayout
 NICENESS = 10
 """Niceness that is added to the port's threads.
 
-On a core shared with threads that attend, they get about a tenth of it. Rows come in bursts of some 10 ms per layer of
-a prompt, and a step must not take so much longer.
+On a core shared with threads that attend, the port's threads get about a tenth of the time. Storing takes bursts of
+some 10 ms per layer of a prompt, and a step must not become that much longer.
 """
 
 

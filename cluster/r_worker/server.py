@@ -184,7 +184,7 @@ def _refuse(peer: PeerChannel, error: str, message: str) -> None:
 
 
 def _hello(peer: PeerChannel) -> Hello | None:
-    """Return the HELLO that ``peer`` has sent; None if it is none or malformed."""
+    """Return the HELLO that ``peer`` has sent; None if its message is no HELLO, or malformed."""
     talk = Conversation(peer)
     try:
         frame = talk.receive(0.0)
@@ -194,7 +194,7 @@ def _hello(peer: PeerChannel) -> Hello | None:
 
 
 def _kind(peer: PeerChannel) -> Kind | None:
-    """Return the kind of the first frame of ``peer``; None if it is no frame."""
+    """Return the kind of the first frame of ``peer``; None if its first message is no frame."""
     try:
         return decode(peer.first_header or b"").kind
     except FrameError:

@@ -11,7 +11,7 @@ PREFIX = "fastdecode_r_worker:"
 STUCK_SECONDS = 90.0
 """A main loop that takes longer than this hangs.
 
-The loop turns within a second, or at least three times in 90 s while it waits for a peer that reads nothing.
+An iteration takes at most a second, or 30 s if it waits for a peer that reads nothing.
 """
 
 

@@ -21,7 +21,7 @@ MOST_JOURNAL_BYTES = 1 << 27
 """Most bytes of a session's journal in an R-worker's memory."""
 
 LEASE_SECONDS = 2.0
-"""An S-worker that is silent for so long loses its session to the next one that asks."""
+"""An S-worker that is silent for this many seconds loses its session to the next S-worker that asks for it."""
 
 FIRST_BYTE = struct.Struct("<q")
 """The first part of RECORD: the position in the journal of the bytes in the second part."""
@@ -31,9 +31,9 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for a named session.
 
     The R-worker keeps its cache for ``keep_seconds`` after the link breaks. The next S-worker gets the cache if its
-    ``follows`` is this ``fingerprint``: then it has the same weights and journal. ``any_run``: it is enough if
-    the fingerprint begins with ``follows``, since the journal is yet to be read from R-workers. ``epoch``: this
-    S-worker's epoch on the R-worker; 0 for none. ``waits``: take the session only from a stopped S-worker, not from a silent one.
+    ``follows`` is this ``fingerprint``: then it has the same weights and journal. ``any_run``: it is enough if the
+    fingerprint begins with ``follows``, since the journal is yet to be read from R-workers. ``epoch``: this S-worker's
+    epoch on the R-worker; 0 for none. ``waits``: take the session only from a stopped S-worker, not from a silent one.
     """
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]

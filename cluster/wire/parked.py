@@ -21,14 +21,14 @@ MAX_PARK_BYTES = 1 << 24
 MAX_BLOCKS = 1 << 31
 
 _PARK = struct.Struct("<qqqqq")
-"""The beginning of PARK: patience, sequence id, blocks, tokens after them, number of superseded chains; marks and names
-follow.
+"""The beginning of PARK: patience, sequence id, numbers of blocks, of tokens after them and of superseded chains; marks
+and names follow.
 
 Patience, also in WAKE, is how long the R-worker may take before it reports progress, in milliseconds.
 """
 
 WAKE = struct.Struct(f"<qqq{MARK_BYTES}s")
-"""The body of WAKE: patience, the new sequence id, blocks, the chain's name."""
+"""The body of WAKE: patience, the new sequence id, number of blocks, the chain's name."""
 
 _PARKED = struct.Struct("<qqqq")
 """The beginning of PARKED: progress, tokens done, bytes on the disk, number of dropped chains; their names follow."""

@@ -178,7 +178,7 @@ class ChainReader:
         return offset, _seed(self._digest, number)
 
     def check(self, number: int, checksum: bytes) -> None:
-        """Raise ChainError unless piece ``number`` was read with this ``checksum``."""
+        """Raise ChainError unless the file has this ``checksum`` for piece ``number``."""
         if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
             raise self._broken(f"piece {number} is damaged: its checksum differs")
 
