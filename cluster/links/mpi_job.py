@@ -1,8 +1,8 @@
 """Start and end of an MPI job: the roles of its ranks, and the addresses of its prefill workers.
 
 The first rank is the S-worker. Each other rank announces whether it is an R-worker or a prefill worker. R-workers
-communicate over MPI, prefill workers over TCP. When the S-worker tells a prefill worker that the job begins, the worker
-loads its model, listens for connections, answers with its address, and works as if started with ``--listen``.
+communicate over MPI, prefill workers over TCP. When the S-worker says that the job begins, each prefill worker loads
+its model, listens for connections and answers with its address. Then it works as if started with ``--listen``.
 """
 
 from __future__ import annotations

@@ -216,5 +216,5 @@ class HeartbeatMonitor:
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:
-    """Map ``num_bytes`` bytes of a file from offset ``start``; return uint8 [num_bytes]. Freed with the array."""
+    """Map ``num_bytes`` bytes of a file from offset ``start``; return uint8 [num_bytes], which keeps the mapping."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes, offset=start), np.uint8)

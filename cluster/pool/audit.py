@@ -41,7 +41,7 @@ class Audit:
         """Prepare audits of the R-workers ``infos``, which have just been opened; ``ask`` sends them questions."""
 
     def admits(self, joined: Joined) -> bool:
-        """Return whether the R-worker ``joined`` can be audited, and prepare it."""
+        """Return whether the R-worker ``joined`` can be audited; if so, prepare its audits."""
         return True
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class RandomAudit(Audit):
     """Audits a fraction of all rows, chosen at random.
     If the sequence has a second copy, its R-worker attends the row again. Otherwise this process does so, over the keys
-    and values that the row's own R-worker returns. Every R-worker asked also compares the row's blocks with checksums.
+    and values that the row's own R-worker returns. These R-workers also check the blocks' checksums.
     """
 
     is_on = True
@@ -124,7 +124,7 @@ class RandomAudit(Audit):
         return [row for rows in self._rows.values() for row in rows]
 
     def _send(self) -> None:
-        """Send the first questions to each R-worker. The rest, if any, waits until these are answered."""
+        """Send the first questions to each R-worker. Further questions wait until these are answered."""
         for row in self._all_rows():
             mode = AuditMode.CHECK if row.checker >= 0 or self._is_large(row) else AuditMode.ROWS
             self._asked.setdefault(row.worker, []).append(replace(row.question, mode=mode))

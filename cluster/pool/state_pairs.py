@@ -90,7 +90,7 @@ class StateKeeper:
     folder: Path | None = None
 
     def pair(self, worker: PoolWorker, info: RWorkerInfo, parts: LayerParts) -> tuple[StatePair, RWorkerInfo]:
-        """Return the pair of an open ``worker`` for the attending layers and new states, and the pair's description.
+        """Pair the open ``worker``, for the attending layers, with new states; return the pair and its description.
 
         ``info``: the description of ``worker``. The pair holds the sequences whose states were saved by an earlier
         S-worker. Pairs park no prefixes.

@@ -1,7 +1,7 @@
 """Asks a pool's R-workers for a query's attention weights per block of tokens ("weighing"), and joins the answers.
 
-A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two: first the
-max and sum of scores in each range, which give those of the whole sequence; then each range's weights in the sequence.
+A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two. The
+answers to the first, max and sum of scores in each range, give those of the sequence. The second asks for the weights.
 """
 
 from __future__ import annotations

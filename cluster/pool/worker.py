@@ -62,7 +62,7 @@ class PoolWorker:
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
 
-        ``counts``: int32 [rows of partial results, heads that pick]. Of a query's rows, the first has the counts.
+        ``counts``: int32 [rows of partial results, heads that pick]. Only the first row of each query is used.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:

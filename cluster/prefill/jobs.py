@@ -203,7 +203,7 @@ class PromptJob:
             self._pass(layer, rows, part)
 
     def _go_round(self, layer: int, rows: LayerRows) -> None:
-        """Send rows to the next worker of the ring: this part's, then each arriving part that it did not compute."""
+        """Send rows to the ring's next worker: this part's, then each arriving part except the next worker's own."""
         count, own = self.prompt.num_parts, self.prompt.part
         self._pass(layer, rows, own)
         for step in range(1, count):

@@ -54,7 +54,7 @@ class PortHeads:
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
 
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Copy ``rows``, cached bytes of KV heads ``heads``, into ``stored``, of all heads: both uint8 [rows, …]."""
+        """Copy ``rows``, cached bytes of the KV heads ``heads``, to those heads of ``stored``; both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
         for whole, part in zip(
             _by_head(shape, kv_dtype, stored, shape.num_kv_heads),
@@ -86,7 +86,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """Return a function that reads the tokens ``placed``, each head from the first of its R-worker's ports with it."""
+    """Return a function that reads the tokens of ``placed``; it reads each KV head at the first port that has it."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}

@@ -95,8 +95,8 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix, held by the R-workers of ``prefix``. ``stores``: the R-workers that store
-    rows. ``next``: the worker that gets this part's keys and values; None at a chain's end. Token ids: the second part.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. Those in ``stores`` store the rows.
+    ``next``: the worker that gets this part's keys and values; None at a chain's end. The token ids follow separately.
     """
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]

@@ -13,7 +13,7 @@ SHARE = 0.1
 
 
 class Room:
-    """Lets ``threads`` commit the next blocks while they are idle.
+    """Lets ``threads``, while idle, commit memory for the next blocks.
 
     Otherwise a block is committed when it is first written. For pages new to the system, that may take longer than
     reading the data from the disk. Blocks are handed out lowest first, so the next ones are known.
@@ -26,7 +26,7 @@ class Room:
         self._end = 0
 
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
-        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: no S-worker takes steps yet."""
+        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: without pauses for steps."""
         self.stop()
         # At most 1 / ``most_of_cache`` of the cache is committed ahead of its use
         most_of_cache = 8
