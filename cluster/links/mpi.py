@@ -2,7 +2,7 @@
 
 All messages are byte buffers. The S-worker is rank 0; every other rank is an R-worker or a prefill worker
 (``mpi_job.py``). Two ranks exchange *words* of eight bytes, for which a receive is always posted, and *messages*. A
-word announces each message, and both ranks know its size.
+word announces each message; both ranks know the message's size.
 """
 
 from __future__ import annotations

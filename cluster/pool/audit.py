@@ -45,7 +45,7 @@ class Audit:
         return True
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
-        """Choose rows of a step that begins."""
+        """Choose the rows to audit of a step that begins."""
 
     def sent(self, mini_batch: int, layer: int, q: np.ndarray) -> None:
         """Note that the queries ``q`` of a mini-batch were sent: [attending rows, num_heads, query_dim]."""

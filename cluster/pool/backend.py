@@ -1,4 +1,4 @@
-"""The pool: one attention backend over R-workers of any kind. It sends each its rows of q, k, v, and gathers o."""
+"""The pool: one attention backend over R-workers of any kind. It sends them their rows of q, k, v, and gathers o."""
 
 from __future__ import annotations
 

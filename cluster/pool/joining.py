@@ -1,4 +1,4 @@
-"""The listener at which R-workers join a running job. They send JOINs by ``r_worker/joiner.py``."""
+"""The listener at which R-workers join a running job. R-workers send JOINs with ``r_worker/joiner.py``."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class PoolMembers:
     """The R-workers of a pool by index. The index remains when its R-worker is lost.
 
-    ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where they join;
-    None if they cannot.
+    ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where R-workers
+    join; None if they cannot.
     """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:

@@ -74,8 +74,8 @@ class RoutedRows:
     def gather(self, isa: str) -> np.ndarray:
         """Return the scattered layer's o. Call this once all busy R-workers have answered; valid until ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``. Call ``picks`` for an index
-        layer, whose partial results are not merged.
+        Partial results are merged in the arithmetic of ``isa``. Those of an index layer are not merged;
+        call ``picks`` for them.
         """
         for rows in self._zeroed:
             self._o[rows] = 0

@@ -60,7 +60,7 @@ class PromptJob:
         stores: Sequence[StoreWay],
         prefix: Sequence[ReadWay] = (),
     ) -> None:
-        """``layout``: the model's, with the R-workers' KV dtype and arithmetic.
+        """``layout``: the model's layout, with the R-workers' KV dtype and arithmetic.
 
         ``send_on``: sends rows to the next prefill worker; None if there is none. ``stores``: the R-workers that store
         tokens of the prompt. ``prefix``: the R-workers that hold the prefix; only the first worker needs them.

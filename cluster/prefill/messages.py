@@ -183,7 +183,7 @@ def decode_failure(data: bytes | bytearray) -> Failure:
 def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: int, vocab_size: int) -> Prompt:
     """Return the prompt part in ``data``. ``tokens``: int64 [rows], the part's token ids.
 
-    Raise FrameError for parts that do not ascend, a malformed address, or a wrong number of tokens.
+    Raise FrameError for ``bounds`` that do not ascend, a malformed address, or a wrong number of tokens.
     """
     prompt = decode_json("PROMPT", data, Prompt)
     bounds = np.array(prompt.bounds)

@@ -26,8 +26,8 @@ def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQue
 
 
 def check_forks(worker: _rworker.RWorker, controls: np.ndarray) -> None:
-    """Raise DamagedError if blocks of prefixes that sequences begin from differ from their checksums.
-    ``controls``: CONTROL [num_controls]. Kept prefixes have negative ids; running sequences are audited instead.
+    """Raise DamagedError if a prefix that ``controls`` fork has a block that differs from its checksum.
+    ``controls``: CONTROL [num_controls]. Only negative ids, of prefixes, are checked: running sequences are audited.
     """
     for _, _, source, num_tokens in controls[controls["verb"] == Verb.FORK].tolist():
         if source < 0:

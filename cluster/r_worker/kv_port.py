@@ -26,8 +26,8 @@ some 10 ms per layer of a prompt, and a step must not become that much longer.
 class RowStore:
     """Stores and reads the cache rows that frames at a KV port name.
 
-    Rows of a KV frame, or a recurrent layer's state, go to an incoming sequence, and STORED is answered. READ is
-    answered with a KV frame of cached tokens in stored form.
+    The rows, or the recurrent layer's state, of a KV frame go to an incoming sequence; the answer is STORED. The answer
+    to READ is a KV frame of cached tokens in stored form.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:

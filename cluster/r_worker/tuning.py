@@ -111,7 +111,7 @@ def fastest_read_ahead() -> str:
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
     """Run the trials in turn; return each trial's times in seconds, one per round."""
-    # Times that each trial runs. Its shortest time is used, since other processes only slow a measurement down.
+    # Runs of each trial. The shortest time is used, since other processes only slow a measurement down.
     rounds = 5
     return list(zip(*([trial.seconds() for trial in trials] for _ in range(rounds)), strict=True))
 

@@ -65,7 +65,7 @@ class Kind(IntEnum):
     PARKING = 33  # from the S-worker: name of the model whose caches may be parked (JSON)
     CHAINS = 34  # from the R-worker: the parked chains of that model
     PARK = 35  # from the S-worker: sequence id, chain, names of superseded chains; sent again while under way
-    WAKE = 36  # from the S-worker: sequence id, blocks, name of the chain; sent again while under way
+    WAKE = 36  # from the S-worker: sequence id, number of blocks, name of the chain; sent again while under way
     PARKED = 37  # from the R-worker: progress of a PARK or a WAKE
     INVENTORY = 38  # from the S-worker: asks what the R-worker holds
     HELD = 39  # from the R-worker: ids, lengths and blocks of its sequences (int64)

@@ -95,8 +95,8 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``cores``: cores that the R-worker may use on the machine ``host_id``. ``fingerprint``: the opened cache's.
     ``state_blocks``: blocks of a sequence's states. ``kv_address``: "host:port" of its KV port, without the host if all
     reach it as the S-worker does; "" if it has none. ``kv_epoch``: the epoch that frames to that port must carry.
-    ``park_after``: seconds without use before it parks; None without a disk. ``lease_epoch``: of a named session, else
-    0. ``goes_on``: the opened cache is that of the previous S-worker, whose lease had the fingerprint ``kept_of``.
+    ``park_after``: unused seconds until a prefix is parked; None without a disk. ``lease_epoch``: the named session's,
+    or 0. ``goes_on``: the opened cache is that of the previous S-worker, whose lease had the fingerprint ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]
