@@ -92,8 +92,7 @@ class SWorkerRank(JobRanks):
     def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
         """Check the numbers of R-workers and prefill workers in the job; let prefill workers load their models.
 
-        Raise ConfigError for wrong numbers. In later calls, both numbers may be 0, since an engine need not use all
-        ranks.
+        Raise ConfigError for wrong numbers. Later calls may pass False or 0, as an engine need not use all ranks.
         """
         self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
