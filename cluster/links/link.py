@@ -1,4 +1,4 @@
-"""The base of all links: numbered control frames, the payload of layers, and waiting times."""
+"""The base class of all links, channels over byte streams, and busy waiting."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Beating(Protocol):
 class Link(Conversation):
     """One end of a session between an S-worker and an R-worker: control frames, and q, k, v and o of each layer.
 
-    This class sends payload as frames over its channel, with q, k and v as one part, since every part costs both ends.
-    Subclasses send payload in other ways. Frames and payload arrive in one order. Every method raises ConnectionError,
-    with the reason, once the other end is gone. ``make_beats``: takes a session's epoch and returns the ``Beating`` for
-    it; None if this link needs no separate signs of life.
+    This class sends payload as frames over its channel. q, k and v are one part, since every part costs both ends time.
+    Subclasses send payload in other ways. Frames and payload arrive in the order of sending. Every method raises
+    ConnectionError, with the reason, once the other end is gone. ``make_beats``: takes a session's epoch and returns
+    the session's ``Beating``; None if this link needs no separate signs of life.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -76,7 +76,7 @@ class Link(Conversation):
     def send_arrays(self, kind: Kind, mini_batch: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """Send q, k, v (PAYLOAD), or o and any partial results (OUTPUT), of one layer.
 
-        The arrays are C-contiguous with the shapes of the plan; an answer is already in its place in the payload
+        The arrays are C-contiguous with the shapes of the plan; o and partial results already lie in the payload
         memory. The arrays must not change until the other end has answered. Raise ValueError for other shapes.
         """
         slots = self._open_slots(kind)
@@ -180,8 +180,8 @@ class PartChannel:
 class Spin:
     """Waits busily, since waking a sleeping process takes about 0.1 ms on a virtual machine.
 
-    The thread yields its core after every look. If another thread uses the core meanwhile, this thread rests: it does
-    not spin for a while. Rests grow while the core stays shared, so no setting has to say which processes share cores.
+    The thread yields its core after every call of ``look``. If another thread then uses the core, this thread rests: it
+    does not spin for a while. Rests grow while the core stays shared, so no setting has to say which cores are shared.
     """
 
     def __init__(self, most_seconds: float = SPIN_SECONDS, now: Callable[[], float] = time.perf_counter) -> None:
@@ -193,8 +193,8 @@ class Spin:
         found = look()
         now = self._now()
         end = now + self._most_seconds
-        # A spinning thread that loses its core for this long shares it with another process. libzmq's threads in this
-        # process take the core for less time.
+        # A spinning thread that loses its core for so many seconds shares the core with another process. libzmq's
+        # threads in this process take the core for less time.
         disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()

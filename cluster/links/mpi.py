@@ -2,7 +2,7 @@
 
 All messages are byte buffers. The S-worker is rank 0; every other rank is an R-worker or a prefill worker
 (``mpi_job.py``). Two ranks exchange *words* of eight bytes, for which a receive is always posted, and *messages*. A
-word announces each message, and both ranks know its size.
+word announces each message; both ranks know the message's size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORD = struct.Struct("=Q")
 
 
 class MpiJob:
-    """All ranks of this mpirun job. MPI calls of its threads take turns."""
+    """All ranks of this mpirun job. Only one thread of this process calls MPI at a time."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -206,7 +206,7 @@ class SendProgress:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(progress_seconds)  # most messages arrive during this sleep
+            time.sleep(progress_seconds)  # most sent messages arrive meanwhile
             while not self._stopped and self._move_on():
                 time.sleep(progress_seconds)
 

@@ -1,8 +1,8 @@
 """Start and end of an MPI job: the roles of its ranks, and the addresses of its prefill workers.
 
-The first rank is the S-worker. Each other rank announces whether it is an R-worker or a prefill worker. An R-worker is
-reached over MPI. A prefill worker is not: the S-worker tells it that the job begins. It then loads its model, listens
-for TCP connections, answers with its address, and works like one started with ``--listen``.
+The first rank is the S-worker. Each other rank announces whether it is an R-worker or a prefill worker. R-workers
+communicate over MPI, prefill workers over TCP. When the S-worker says that the job begins, each prefill worker loads
+its model, listens for connections and answers with its address. Then it works as if started with ``--listen``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SWorkerRank(JobRanks):
     def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
         """Check the numbers of R-workers and prefill workers in the job; let prefill workers load their models.
 
-        Raise ConfigError for wrong numbers. Later calls may ask for fewer, since an engine need not use all ranks.
+        Raise ConfigError for wrong numbers. Later calls may pass False or 0, as an engine need not use all ranks.
         """
         self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
@@ -182,7 +182,7 @@ class PrefillRank(JobRanks):
         return self._is_over
 
     def leave(self) -> None:
-        """Answer that the job is over; afterwards MPI may be finalized."""
+        """Confirm to the S-worker that the job is over; afterwards MPI may be finalized."""
         self._peer.wait([self._peer.send_word(OVER)], LEAVE_SECONDS)
         self._peer.close()
 
@@ -230,7 +230,7 @@ def serve_as_prefill_worker(serve: Callable[[PrefillRank, str], None]) -> None:
 
 
 def _join_behind(role: Role, right_line: str) -> MpiJob:
-    """Join the MPI job as a rank other than rank 0; return the job. ``right_line``: an mpirun line for the error."""
+    """Join the MPI job as a rank other than rank 0; return the job. Errors show ``right_line``, an mpirun line."""
     job = _join()
     if job.size == 1:
         raise ConfigError(

@@ -72,7 +72,7 @@ class Reader:
 class Bell:
     """Wakes a thread that polls ``descriptor``, a file descriptor.
 
-    Any thread may call ``ring``. The descriptor is then readable until ``hush``. It is a pipe, for portability.
+    Any thread may call ``ring``. ``descriptor``, a pipe, is then readable until ``hush`` is called.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ A FrameError, ValueError, KeyError or CapacityError that it raises is sent to th
 class Port:
     """Listens at ``address`` ("host:port") until ``close``.
 
-    Every frame must carry ``epoch``, 63 random bits. A peer must also hold the key, if there is one. The port refuses
-    any other frame, logs this once per reason, and changes nothing.
+    Every frame must carry ``epoch``, 63 random bits. If the port has a key, the peer must hold it. The port refuses any
+    other frame, logs this once per reason, and changes nothing.
     """
 
     def __init__(

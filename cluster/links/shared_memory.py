@@ -70,7 +70,7 @@ class SharedMemoryLink(Link):
     def send(self, kind: Kind, *parts: Any, mini_batch: int = 0, layer: int = 0) -> None:
         """See ``Conversation.send``.
 
-        The word goes first, so that the other end already reads while a frame larger than the socket's buffer is sent.
+        The word that announces the frame goes first. So the other end already reads while a large frame is being sent.
         """
         self._outbox.push(FRAME_FOLLOWS)
         super().send(kind, *parts, mini_batch=mini_batch, layer=layer)
@@ -203,7 +203,7 @@ class HeartbeatMonitor:
 
         Raise SilenceError once the waits without a beat add up to ``silence_seconds``.
 
-        Only time spent waiting counts. So if this process was itself suspended, it sees new beats before it judges.
+        Only time spent waiting counts. So a process that was suspended itself sees new beats before it raises.
         Silence before the first beat is ignored, since the other process is starting.
         """
         beats, before, self._looked = int(self._word[0]), self._looked, time.monotonic()
@@ -216,5 +216,5 @@ class HeartbeatMonitor:
 
 
 def _map(descriptor: int, num_bytes: int, start: int) -> np.ndarray:
-    """Map ``num_bytes`` bytes of a file from offset ``start``; return uint8 [num_bytes]. Freed with the array."""
+    """Map ``num_bytes`` bytes of a file from offset ``start``; return uint8 [num_bytes], which keeps the mapping."""
     return np.frombuffer(mmap.mmap(descriptor, num_bytes, offset=start), np.uint8)

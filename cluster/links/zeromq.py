@@ -35,13 +35,13 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER
 from fastdecode.core.errors import BackendError
 
 HANDSHAKE_SECONDS = 2.0
-"""Seconds after which a missing handshake is diagnosed. It takes milliseconds if the other end is a ZeroMQ socket."""
+"""Seconds after which a missing handshake is diagnosed. A handshake with a ZeroMQ socket takes milliseconds."""
 
 log = logging.getLogger("fastdecode.r_worker")
 
 
 class ZmqChannel(ZmqSocket):
-    """The connecting side's ``Channel`` to a listener at ``address`` ("host:port"): mostly S-worker to R-worker.
+    """The ``Channel`` of the side that connects, usually an S-worker, to a listener at ``address`` ("host:port").
 
     ``diagnose`` is called while no handshake succeeds. It returns why no handshake succeeds, or "" if unknown.
     """
@@ -133,8 +133,8 @@ class ZmqChannel(ZmqSocket):
 class ZmqListener(ZmqSocket):
     """The socket at which an R-worker accepts S-workers one at a time, or an S-worker the JOINs of R-workers.
 
-    It answers heartbeats. Each heartbeat names a time; if no other one follows within it, the connection ends. While
-    one peer is served, ``on_stranger`` is called for every other peer that sends a message.
+    It answers heartbeats. Each heartbeat names a timeout; if nothing follows within that timeout, the connection ends.
+    While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ZmqListener(ZmqSocket):
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel | None:
-        """Return a channel to the sender of the next message; None without one. The channel receives that message."""
+        """Return a channel to the sender of the next message, for the channel to receive; None without a message."""
         try:
             identity = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:

@@ -15,7 +15,7 @@ from fastdecode.cluster.wire.handshake import R_WORKER, S_WORKER, derive_key
 from fastdecode.core.errors import BackendError, FrameError
 
 PATIENCE_SECONDS = 30.0
-"""Seconds that an R-worker waits for an S-worker that sends no heartbeats, and serves no other S-worker meanwhile."""
+"""Seconds without heartbeats after which an R-worker drops its S-worker and may serve another one."""
 
 MAX_QUEUED = 256
 """Most queued messages to one peer, or from one peer to a listener. Most messages are a few hundred KiB.
@@ -38,10 +38,9 @@ class ZmqSocket:
     """
 
     def __init__(self, kind: int, part_bytes: int, received: int) -> None:
-        """``kind``:
+        """``kind``: ZeroMQ's socket type.
 
-        ZeroMQ's socket type. ``part_bytes``: most bytes of a part. ``received``: queued messages of a peer; 0 for no
-        limit.
+        ``part_bytes``: most bytes of a part. ``received``: most messages queued from one peer; 0 for no limit.
         """
         self.context = zmq.Context()
         self.socket: zmq.Socket = self.context.socket(kind)
@@ -117,12 +116,12 @@ class ZmqSocket:
 class Beats:
     """A second connection to an R-worker, only for heartbeats, under a name that the R-worker knows.
 
-    libzmq counts any message as a sign of life. The time named in a heartbeat runs only until the next message. So the
-    other end would never notice a process that is stopped right after it has sent something.
+    libzmq counts any message as a sign of life. The timeout that a heartbeat starts ends with the next message. So on a
+    connection with other messages, a process that stops right after sending one would never be noticed.
     """
 
     def __init__(self, address: str, secret: bytes | None, epoch: int, patience_seconds: float) -> None:
-        """``epoch``: the session's.
+        """``epoch``: the epoch of the session.
 
         The R-worker ends the session if this process is stopped for ``patience_seconds``.
         """
@@ -151,8 +150,8 @@ def send_heartbeats(socket: zmq.Socket, silence_seconds: float, patience_seconds
     This end closes the connection after ``silence_seconds`` without a sign of life, the other end after
     ``patience_seconds``.
     """
-    # Seconds between heartbeats. The limit counts from the next heartbeat, so a silent peer may be noticed this much
-    # later.
+    # Seconds between heartbeats. ``silence_seconds`` run from the first unanswered heartbeat, so a silent peer may be
+    # noticed this much later.
     heartbeat_seconds = 0.1
     socket.heartbeat_ivl = int(heartbeat_seconds * 1000)
     socket.heartbeat_timeout = int(silence_seconds * 1000)

@@ -1,4 +1,4 @@
-"""The audit of a pool's R-workers as the pool sees it, and questions to R-workers in other processes."""
+"""The pool's interface to audits of its R-workers, and audit questions to R-workers in other processes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan
 from fastdecode.kinds.layout import KVLayout
 
 Wait = Callable[[], list[AuditAnswer] | None]
-"""A function that waits for an R-worker's answers; None if the R-worker is lost."""
+"""A function that waits for an R-worker's answers and returns them; None if the R-worker is lost."""
 
 Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
-"""A function that sends questions to the R-worker of an index."""
+"""A function that takes an R-worker's index, and sends the questions to that R-worker."""
 
 
 class Verdict(NamedTuple):
-    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and neither R-worker is named."""
+    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and it is unknown which one is wrong."""
 
     worker: int
     reason: str
 
 
 class Audit:
-    """The pool's audit, which the pool tells of each step; this one audits nothing. ``num_rows``: rows compared."""
+    """Base of audits, which the pool tells of each step; this class audits nothing. ``num_rows``: rows compared."""
 
     num_rows = 0
     is_on = False
@@ -41,11 +41,11 @@ class Audit:
         """Prepare audits of the R-workers ``infos``, which have just been opened; ``ask`` sends them questions."""
 
     def admits(self, joined: Joined) -> bool:
-        """Return whether the R-worker ``joined`` can be audited, and prepare it."""
+        """Return whether the R-worker ``joined`` can be audited; if so, prepare its audits."""
         return True
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
-        """Choose rows of a step that begins."""
+        """Choose the rows to audit of a step that begins."""
 
     def sent(self, mini_batch: int, layer: int, q: np.ndarray) -> None:
         """Note that the queries ``q`` of a mini-batch were sent: [attending rows, num_heads, query_dim]."""

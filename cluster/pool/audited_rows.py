@@ -16,8 +16,9 @@ from fastdecode.core.types import SPLIT_TOKENS, MiniBatchRoutes, SpanMode, StepP
 @dataclass(eq=False)
 class AuditedRow:
     """One R-worker's answer for one row of a step in one layer, and where to find its query and answer.
-    ``q_row``: its row of the mini-batch's q. ``out``: its rows of o, or of the R-worker's partial results. ``checker``:
-    another R-worker with the same tokens; -1 if there is none. ``query`` and ``given`` (uint8) are kept when they pass.
+    ``q_row``: the query's row in the mini-batch's q. ``out``: the answer's rows in o, or in the R-worker's partial
+    results. ``checker``: another R-worker with the same tokens; -1 if there is none. ``query`` and ``given``, the
+    answer (uint8), are set when the pool sends or receives them.
     """
 
     worker: int
@@ -32,8 +33,8 @@ class AuditedRow:
 
 class RowChooser:
     """Chooses a fraction of all (row, layer) pairs that R-workers compute.
-    Cached sequences, or segments, take turns, and each goes through all layers. So each of n sequences in m layers is
-    audited once in n m audits, in random order. A sequence with several rows in a step has as many turns.
+    Each round audits one row of every cached sequence or segment, in that sequence's next layer. So n sequences in m
+    layers take n m audits, in random order. A sequence with r rows in a step is audited r times in a round.
     """
 
     def __init__(self, fraction: float, layers: Sequence[int], seed: int) -> None:
@@ -66,7 +67,7 @@ class RowChooser:
         return chosen
 
     def _candidates(self, plan: StepPlan) -> list[tuple[float, int, int, int, int, int]]:
-        """Return (turn, sequence, R-worker, mini-batch, span, rows) of each span with queries."""
+        """Return (turn, sequence id, R-worker, mini-batch, index of the span, number of rows) of spans with queries."""
         found = []
         for worker, part in enumerate(plan.workers):
             for number, spans in enumerate(part.mini_batches):
@@ -79,7 +80,7 @@ class RowChooser:
         return found
 
     def _turn(self, sequence_id: int) -> float:
-        """Return the turn of ``sequence_id``; a new sequence enters within one round, at a random layer."""
+        """Return the turn of ``sequence_id``; a new sequence gets one in the coming round, for a random layer."""
         if sequence_id not in self._turns:
             layer = int(self._random.integers(len(self._layers)))
             self._turns[sequence_id] = self._now + float(self._random.random()), layer
@@ -89,7 +90,7 @@ class RowChooser:
 def _audited(
     plan: StepPlan, routes: Sequence[MiniBatchRoutes], worker: int, mini_batch: int, index: int, row: int, layer: int
 ) -> AuditedRow:
-    """Return row ``row`` of span ``index`` of an R-worker's part of ``mini_batch``, audited in ``layer``."""
+    """Return the ``AuditedRow`` in ``layer`` for row ``row`` of ``worker``'s span ``index`` in ``mini_batch``."""
     spans, route = plan.workers[worker].mini_batches[mini_batch], routes[mini_batch].workers[worker]
     span, before = spans[index], spans[:index]
     sequence_id, context_len, num_rows = (int(span[name]) for name in ("sequence_id", "context_len", "num_rows"))

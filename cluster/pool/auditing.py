@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 class RandomAudit(Audit):
     """Audits a fraction of all rows, chosen at random.
-    With a second copy, its holder attends the row again. Otherwise this process does, over the keys and values that the
-    row's own R-worker returns. Every asked R-worker also compares the blocks that the row reads with their checksums.
+    If the sequence has a second copy, its R-worker attends the row again. Otherwise this process does so, over the keys
+    and values that the row's own R-worker returns. These R-workers also check the blocks' checksums.
     """
 
     is_on = True
 
     def __init__(self, fraction: float, seed: int) -> None:
-        """``fraction``: of the pairs of a row and a layer; above 0, up to 1."""
+        """``fraction``: the fraction of (row, layer) pairs to audit; above 0, up to 1."""
         self._fraction, self._seed = fraction, seed
         self._rows: dict[tuple[int, int], list[AuditedRow]] = {}
         self._answers: dict[int, list[AuditAnswer] | None] = {}
@@ -124,7 +124,7 @@ class RandomAudit(Audit):
         return [row for rows in self._rows.values() for row in rows]
 
     def _send(self) -> None:
-        """Send the first questions to each R-worker. The rest, if any, waits until these are answered."""
+        """Send the first questions to each R-worker. Further questions wait until these are answered."""
         for row in self._all_rows():
             mode = AuditMode.CHECK if row.checker >= 0 or self._is_large(row) else AuditMode.ROWS
             self._asked.setdefault(row.worker, []).append(replace(row.question, mode=mode))
@@ -148,7 +148,7 @@ class RandomAudit(Audit):
         self._answers[index] = None if answers is None or before is None else before + answers
 
     def _compare(self, row: AuditedRow, own: AuditAnswer, other: AuditAnswer | None) -> list[Verdict]:
-        """Return the verdicts on ``row``. ``own``: of its R-worker; ``other``: of the second copy's holder."""
+        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: that of ``row.checker``."""
         self.num_rows += 1
         for index, answer in ((row.worker, own), (row.checker, other)):
             if answer and answer.is_damaged:
@@ -163,14 +163,14 @@ class RandomAudit(Audit):
         return [] if np.array_equal(row.given, other.found) else self._judge(row, row.given, other.found)
 
     def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> Verdict:
-        """Return the verdict on ``row``, whose answer ``given`` differs from this process's over its own ``rows``."""
+        """Return the verdict if ``row``'s answer ``given`` differs from attention over its keys and values ``rows``."""
         first, second = self._referee.attend(row, rows), self._referee.attend(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
             return Verdict(row.worker, f"its attention in layer {row.question.layer} differs from what its rows give")
         return Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")
 
     def _judge(self, row: AuditedRow, given: np.ndarray, checked: np.ndarray) -> list[Verdict]:
-        """Return the verdicts on ``row``, where the holder of the second copy found ``checked`` and not ``given``."""
+        """Return the verdicts on ``row``: its R-worker answered ``given``, the second copy's R-worker ``checked``."""
         own, other = (self._rows_of(index, row) for index in (row.worker, row.checker))
         if own is None or other is None:
             return []

@@ -1,4 +1,4 @@
-"""The pool: one attention backend over R-workers of any kind. It sends each its rows of q, k, v, and gathers o."""
+"""The pool: one attention backend over R-workers of any kind. It sends them their rows of q, k, v, and gathers o."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class PoolBackend(PoolMembers):
         return (lambda: None) if wait is None else partial(self._unless_lost, index, partial(_answered, wait))
 
     def _blame(self, verdicts: Iterable[Verdict]) -> None:
-        """Continue without the R-workers that ``verdicts`` name; their hosts may not come back."""
+        """Drop the R-workers that ``verdicts`` name, and let no R-worker of their hosts join again."""
         for worker, reason in verdicts:
             if worker < 0:
                 logger.error("an audit names no R-worker: %s; running sequences are computed again", reason)
@@ -251,7 +251,7 @@ class PoolBackend(PoolMembers):
             times = self.workers[index].ended()
         except FAILURES as error:
             self._failed(index, "the end of the step", error)
-            times = self.workers[index].ended()  # the empty report of its ``LostWorker``
+            times = self.workers[index].ended()  # ``_failed`` has put a ``LostWorker`` here
         if times.leaving and self._newcomers:
             self._newcomers.asks_to_leave(self.workers[index].name)
         num_blocks = self._blocks[index][0]

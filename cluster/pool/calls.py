@@ -104,7 +104,7 @@ class Calls:
                 error, message = decode_refusal(self.body(frame, MAX_JSON_BYTES))
             refusal = _refusal(self.name, error, message)
             if isinstance(refusal, SupersededError | DamagedError):
-                self.lost = str(refusal)  # no answer of this R-worker counts any more
+                self.lost = str(refusal)  # from now on, calls raise WorkerLostError
             if self.lost or not discard:
                 raise refusal
         return frame

@@ -1,4 +1,4 @@
-"""The listener at which R-workers join a running job. They send JOINs by ``r_worker/joiner.py``."""
+"""The listener at which R-workers join a running job. R-workers send JOINs with ``r_worker/joiner.py``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 class JoinListener:
     """Reads the addresses that R-workers send, and connects to each in its own thread, so that no step waits.
 
-    It does not connect again to an R-worker in the pool, nor to a dismissed one that keeps asking, but it does to a
-    lost one. ``dismissed_at``: by address, the time in seconds of the R-worker's dismissal or latest JOIN.
-    ``invite_prefill_worker``: called with addresses of prefill workers; None if they are not wanted.
+    JOINs of R-workers in the pool, and of dismissed R-workers that keep asking, are ignored. Lost R-workers may join
+    again. ``dismissed_at``: by address, the time in seconds of the R-worker's dismissal or latest JOIN.
+    ``invite_prefill_worker``: called with addresses of prefill workers; None if the job uses none.
     """
 
     def __init__(self, listener: ZmqListener, connect: Callable[[str], Link], block_size: int) -> None:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class JournalCopies:
-    """A ``fastdecode.journal.places.Place`` on R-workers of ``pool``, on two hosts if there are two.
+    """Keeps the journal on two R-workers of ``pool``, on two hosts if possible; see ``fastdecode.journal.places``.
 
     If one of the two is lost, another R-worker gets the whole journal, from this process's copy, before the next write.
     """
@@ -71,7 +71,7 @@ class JournalCopies:
 
     @interrupts_deferred()
     def end(self, data: bytes) -> None:
-        """Free all copies of the journal, older ones too. R-workers keep no session without a journal."""
+        """Free all copies of the journal, outdated ones too, since the session ends."""
         self._holders = _told(self._able(), 0, b"")
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class PoolMembers:
     """The R-workers of a pool by index. The index remains when its R-worker is lost.
 
-    ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where they join;
-    None if they cannot.
+    ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where R-workers
+    join; None if they cannot.
     """
 
     def __init__(self, workers: Sequence[PoolWorker]) -> None:
@@ -82,7 +82,7 @@ class PoolMembers:
         return infos
 
     def exclude(self, name: str) -> None:
-        """Let neither the faulty R-worker ``name`` nor another one of its host join again."""
+        """Bar the faulty R-worker ``name``, and every R-worker on its host, from joining again."""
         self._excluded |= {name, self._hosts.get(name, "") or name}
         if self._newcomers:
             self._newcomers.exclude(name)
@@ -126,8 +126,8 @@ class PoolMembers:
         return self._takes_back and self._anew(worker, False) is not None
 
     def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
-        """Try to open the lost worker ``gone`` again in the background, if it can return. ``is_last``: none is left."""
-        gone = getattr(gone, "r_worker", gone)  # of a ``StatePair``
+        """Reopen the lost worker ``gone`` in the background, if it can return. ``is_last``: the pool is now empty."""
+        gone = getattr(gone, "r_worker", gone)  # the R-worker of a ``StatePair``
         if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)
@@ -159,7 +159,7 @@ class PoolMembers:
         return infos
 
     def _may_enter(self, joined: Joined) -> bool:
-        """Return whether ``joined`` may enter the pool; else end its session, and let it not ask again."""
+        """Return whether ``joined`` may enter the pool; else end its session and ignore its JOINs."""
         name, host = joined.info.name, joined.info.host
         is_excluded = bool(self._excluded & {name, host})
         if is_excluded:
@@ -213,7 +213,7 @@ class PoolMembers:
         return NoRWorkerError(message) if may_come else WorkerLostError(message)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return a function that makes a new client of the lost R-worker ``gone``; None if ``gone`` joins by itself.
+        """Return a function that makes a new client of the lost R-worker ``gone``; None if it is not reopened.
 
         The caller opens the new client repeatedly, until the R-worker answers.
         """

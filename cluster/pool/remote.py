@@ -54,14 +54,14 @@ OPEN_SECONDS = 30.0
 """Most seconds from HELLO to WELCOME. A running R-worker answers in milliseconds, a starting one in seconds."""
 
 TAKE_SECONDS = 5.0
-"""Seconds for which to ask for a named session of another S-worker. A silent S-worker loses it in less time."""
+"""Seconds for which to ask for a session that another S-worker has. A silent S-worker loses its session sooner."""
 
 
 class RemoteWorker(PoolWorker):
     """A ``PoolWorker`` over a link to another process. Once the link is lost, every call raises WorkerLostError.
 
-    Ctrl-C waits until a request is answered, since half an answer would garble the next. Between layers it need not
-    wait, since ``abandon_step`` drops what is under way. ``link``: None before ``open``, and after it is closed.
+    Ctrl-C takes effect once a request is answered, since unread bytes of an answer would garble the next one. It may
+    interrupt the layers of a step, since ``abandon_step`` drops their messages. ``link``: None unless open.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RemoteWorker(PoolWorker):
         lease: AskedLease | None = None,
         take_seconds: float = TAKE_SECONDS,
     ) -> None:
-        """``connect`` starts the process or the connection; ``open`` calls it, and it raises BackendError.
+        """``open`` calls ``connect``, which starts the process or the connection, or raises BackendError.
 
         ``lease``: set for a named session, which ``opened`` asks for during ``take_seconds``.
         """
@@ -120,15 +120,15 @@ class RemoteWorker(PoolWorker):
         return replace(info, held=self._held(welcome), kept_of=welcome.kept_of, epoch=welcome.lease_epoch)
 
     def _welcomed(self, deadline: float) -> Frame:
-        """Wait for the R-worker's WELCOME frame until ``deadline``; return the frame.
+        """Wait for the R-worker's WELCOME frame; return the frame.
 
-        If the R-worker still serves the session's previous S-worker, ask again for a while: that S-worker may be gone.
+        If the R-worker still serves the session's previous S-worker, which may be gone, ask again until ``deadline``.
         """
         retry_seconds = 0.3
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
-            except ValueError as refusal:  # a refusal of the settings, since nothing else was sent yet
+            except ValueError as refusal:  # refuses the settings in HELLO, the only frame sent yet
                 raise ConfigError(f"R-worker {self.name}: {refusal}") from refusal
             except BusyError:
                 if self._lease is None or self._lease.epoch or time.monotonic() > deadline:
@@ -138,7 +138,7 @@ class RemoteWorker(PoolWorker):
             self.open(self._layout)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
-        """Adopt the lease's epoch from ``welcome``; return the sequences that the R-worker kept of the last session."""
+        """Adopt the lease's epoch from ``welcome``; return the sequences kept from the previous S-worker."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
             raise self.calls.lose("the R-worker serves a named session that was not asked for, or none")
         if self._lease is not None:
@@ -283,7 +283,7 @@ class RemoteWorker(PoolWorker):
 
 
 def _send_weights(calls: Calls, layout: KVLayout) -> None:
-    """Send the K and V projections of latent layers to an R-worker if it multiplies with them, piece by piece."""
+    """Send the R-worker, in pieces, the K and V projections of the latent layers in which it multiplies by them."""
     for layer, first, rows in layout.weight_parts():
         with calls.losses as link:
             link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)

@@ -74,7 +74,8 @@ class RoutedRows:
     def gather(self, isa: str) -> np.ndarray:
         """Return the scattered layer's o. Call this once all busy R-workers have answered; valid until ``scatter``.
 
-        Partial results are merged in the arithmetic of ``isa``. An index layer's are not merged, but read by ``picks``.
+        Partial results are merged in the arithmetic of ``isa``. Those of an index layer are not merged;
+        call ``picks`` for them.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
@@ -87,7 +88,7 @@ class RoutedRows:
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
         """After ``gather`` of an index layer, yield (index, counts of picked tokens) of R-workers with partial results.
 
-        A count says how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
+        A count is how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
         that pick]. Among equal scores, earlier tokens win.
         """
         if not (self._spec and self._spec.ranks_tokens):
@@ -136,7 +137,7 @@ class RoutedRows:
         shape = len(rows), *array.shape[1:]
         if (key := (name, worker, shape)) not in self._taken:
             self._taken[key] = np.empty(shape, array.dtype)
-        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # "clip" writes to ``out`` directly
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # mode "raise" buffers ``out``
 
     def partials_of(self, worker: int) -> np.ndarray:
         """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
@@ -164,7 +165,7 @@ def transfer_seconds(
 ) -> float:
     """Return the seconds in which data was under way to and from a worker, without time in the worker's queue.
 
-    They are Σ (busy start − the later of submit and the previous call's end), plus the time from busy end to arrival.
+    For each call, add busy start − the later of submission and the previous call's end, and arrival − busy end.
     All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
     one after another, so a call waits for the previous one, which is not transfer. ``arrived``: the time at which o
     arrived if the S-worker was waiting for it, else 0. An o that nobody waits for costs no time.

@@ -1,8 +1,8 @@
 """Files of states that the S-worker keeps, from which the next S-worker of the session continues.
 
-A file has the state of one sequence after some of its tokens. The next S-worker loads it and lets the R-worker cut its
-keys and values to those tokens; the tokens after them are computed again. Only files of the session's last S-worker
-count. They are saved before a step, when all tokens cached until then are accepted ones.
+A file has the state of one sequence after some of its tokens. The next S-worker loads the state and lets the R-worker
+cut the sequence's keys and values to those tokens; later tokens are computed again. Only files of the previous
+S-worker are loaded. Files are saved before a step, when the cache holds no draft tokens that may yet be rejected.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StateFiles:
         return kept
 
     def before_step(self, states: _rworker.RWorker, plan: WorkerPlan) -> None:
-        """Remove files that no longer hold after the controls of ``plan``; perhaps save a state, before the step."""
+        """Remove files of sequences that ``plan`` cuts below the saved tokens; save one state if it is time."""
         ends = self._ends(plan)
         for cache_id, num_tokens in ends.items():
             if num_tokens < self._tokens.get(cache_id, 0):
@@ -78,13 +78,13 @@ class StateFiles:
         self._threads.shutdown()
 
     def remove_all(self) -> None:
-        """Remove all files that this S-worker has saved, since the session ends in order."""
+        """Remove all files that this S-worker has saved; call this when the session ends for good."""
         self.close()
         for path in list(self._folder.glob(f"*.{self._epoch}.state")):
             path.unlink(missing_ok=True)
 
     def _ends(self, plan: WorkerPlan) -> dict[int, int]:
-        """Return the number of tokens of each sequence that ``plan`` truncates or releases."""
+        """Return how many tokens ``plan`` leaves of each sequence that it truncates or releases."""
         cuts = {int(Verb.TRUNCATE), int(Verb.RELEASE)}
         return {
             cache_id: num_tokens if verb == int(Verb.TRUNCATE) else 0
@@ -127,7 +127,7 @@ class StateFiles:
 
     def _load(self, states: _rworker.RWorker, held: HeldSequence, block_size: int) -> HeldSequence | None:
         path = self._path(held.cache_id, self._epoch - 1)
-        with contextlib.suppress(OSError, ValueError):  # it has no file, a damaged one, or there is no room
+        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or no room for the state
             num_tokens, state = _read(path, held.cache_id)
             if num_tokens <= held.num_tokens:
                 states.import_(held.cache_id, num_tokens, state)

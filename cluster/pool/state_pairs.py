@@ -1,6 +1,6 @@
 """R-workers paired with states of their sequences in the S-worker's process. The pool sees each pair as one R-worker.
 
-Of a hybrid's layers, the R-worker has the attending ones and this process the recurrent ones, for the same sequences.
+The R-worker computes a hybrid model's attending layers, this process its recurrent layers, for the same sequences.
 Both get the plan, and each gets the rows of its layers. So a lost R-worker takes its sequences' states with it, and
 nothing above the pool distinguishes pairs from R-workers.
 """
@@ -36,9 +36,9 @@ _NUM_BYTES = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The layers of a hybrid by place: ``attention`` on the R-worker, ``states`` in this process.
+    """The layers of a hybrid model, split into ``attention``, on the R-worker, and ``states``, in this process.
 
-    ``places``: for each layer, whether it is recurrent, and its number among the recurrent or attending layers.
+    ``places``: for each layer, whether it is recurrent, and its number in ``states`` or ``attention``.
     """
 
     attention: KVLayout
@@ -90,7 +90,7 @@ class StateKeeper:
     folder: Path | None = None
 
     def pair(self, worker: PoolWorker, info: RWorkerInfo, parts: LayerParts) -> tuple[StatePair, RWorkerInfo]:
-        """Return the pair of an open ``worker`` for the attending layers and new states, and the pair's description.
+        """Pair the open ``worker``, for the attending layers, with new states; return the pair and its description.
 
         ``info``: the description of ``worker``. The pair holds the sequences whose states were saved by an earlier
         S-worker. Pairs park no prefixes.
@@ -104,10 +104,10 @@ class StateKeeper:
 
 
 class StatePair(PoolWorker):
-    """An open R-worker, ``r_worker``, for the attending layers, and a cache here for its sequences' states.
+    """An open R-worker, ``r_worker``, for attending layers, and a cache in this process for its sequences' states.
 
-    ``submit`` computes a recurrent layer at once, on the model's cores. Its time counts as the model's. A report's busy
-    times cover only the attending layers.
+    ``submit`` computes a recurrent layer at once, on the model's cores. A report's busy times cover only the
+    attending layers; the time of recurrent layers counts as the model's.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StatePair(PoolWorker):
     def resume(self, held: Sequence[HeldSequence], block_size: int) -> tuple[HeldSequence, ...]:
         """Load the saved states of the sequences ``held`` by the R-worker, and let it cut or release the sequences.
 
-        Return the sequences that both now hold, with equally many tokens.
+        Return the sequences of which the R-worker and this process now hold equally many tokens.
         """
         kept = self._files.load(self._states, held, block_size) if self._files else []
         lengths = {each.cache_id: each.num_tokens for each in kept}
@@ -227,7 +227,7 @@ class StatePair(PoolWorker):
         self._states.close()
         if self._files:
             self._files.close()
-            self._files = None  # the next S-worker needs them
+            self._files = None  # keeps ``close`` from removing the files, which the next S-worker needs
 
     def close(self) -> None:
         self._in_step = False

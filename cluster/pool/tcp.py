@@ -40,8 +40,8 @@ class TcpBackend(PoolBackend):
     ``key_file``: the secret of both sides; without it connections are neither authenticated nor encrypted.
     ``security``: "encrypt" (also None), or "authenticate", which leaves data unencrypted. ``silence_seconds``: an
     R-worker silent for this long is lost; if it listens again later, it is used again. ``lease``: the named session to
-    ask for. ``in_order``: open R-workers one after another, so that of two competing S-workers the first R-worker's
-    choice gets all; an R-worker without a connection after ``MEETING_SECONDS`` is lost. ``may_miss``: ``open``
+    ask for. ``in_order``: open R-workers one after another. So if two S-workers compete, the one that gets the first
+    R-worker gets all; an R-worker without a connection after ``MEETING_SECONDS`` is lost. ``may_miss``: ``open``
     continues without lost R-workers, for instance if they were killed with the previous engine.
     """
 
@@ -82,11 +82,11 @@ class TcpBackend(PoolBackend):
         return found
 
     def _leave_unopened(self) -> None:
-        """Close all links without a BYE, so that R-workers keep their sequences for the next S-worker that tries."""
+        """Close all links without a BYE, so that R-workers keep their sequences for the next S-worker."""
         self.break_off()
 
     def _may_miss(self, worker: PoolWorker) -> bool:
-        """See ``PoolBackend``."""
+        """See ``PoolMembers``."""
         return self._misses or super()._may_miss(worker)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
@@ -136,7 +136,7 @@ def listen_for_joins(
 def join_listener(
     address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
 ) -> JoinListener:
-    """Listen as ``listen_for_joins`` does, with the key in ``both``, which need not be in a file."""
+    """Listen as ``listen_for_joins`` does, with the security ``both``, whose secret need not be in a file."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

@@ -1,7 +1,7 @@
 """Asks a pool's R-workers for a query's attention weights per block of tokens ("weighing"), and joins the answers.
 
-A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two: first the
-max and sum of scores in each range, which give the max and sum of the whole; then each range's weights, scaled by them.
+A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two. The
+answers to the first, max and sum of scores in each range, give those of the sequence. The second asks for the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Open:
     asked: list[Weighing]
 
     def join(self, answers: Sequence[np.ndarray | None]) -> np.ndarray | None:
-        """Return the weights of the row's blocks, float32 [num_blocks]; None if an R-worker with a range is lost."""
+        """Return the weights of the row's blocks, float32 [num_blocks]; None if an answer is missing."""
         weights = np.zeros(self.row.num_blocks, np.float32)
         for each, found in zip(self.asked, answers, strict=True):
             if found is None:

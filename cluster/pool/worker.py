@@ -1,4 +1,4 @@
-"""The pool's interface to one R-worker, and its forms for lost and for joined R-workers."""
+"""The pool's interface to one R-worker, a stand-in for a lost R-worker, and the record of a joined one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class PoolWorker:
     """The pool's interface to one R-worker.
 
-    Slow requests have two methods: the pool calls the one that sends on all workers, then the one that waits.
+    Slow requests have a method that sends and one that waits. The pool calls the first on all workers, then the second.
 
     A refusal is a ValueError or KeyError with the reason, and changes nothing. A WorkerLostError names a lost worker.
     """
@@ -62,7 +62,7 @@ class PoolWorker:
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
         """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
 
-        ``counts``: int32 [rows of partial results, heads that pick]. If a query has several rows, the first counts.
+        ``counts``: int32 [rows of partial results, heads that pick]. Only the first row of each query is used.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
@@ -75,7 +75,7 @@ class PoolWorker:
     def audit(self, asked: Sequence[AuditQuestion]) -> Callable[[], list[AuditAnswer]]:
         """Ask about rows of the open step, after its last layer; return a function that waits for the answers.
 
-        Before the first step, ask without questions: the R-worker then keeps checksums of full blocks.
+        Before the first step, a call without questions makes the R-worker keep checksums of full blocks.
         """
         raise NotImplementedError
 

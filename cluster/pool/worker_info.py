@@ -49,7 +49,7 @@ def _kv_ports(name: str, kv_port: str, welcome: Welcome) -> tuple[KvAddress, ...
 
 
 def clock_offset(ping: Callable[[], float]) -> float:
-    """Return the worker's clock minus ours in seconds, from the quickest of NUM_PINGS calls of ``ping``.
+    """Return the R-worker's clock minus this process's in seconds, from the quickest of NUM_PINGS calls of ``ping``.
 
     Return 0 if the difference is so small that both may be the same clock.
     """

@@ -19,9 +19,9 @@ class PrefillClient:
     def __init__(
         self, name: str, connect: Callable[[], Link], end: Callable[[], None] = lambda: None, process_id: int = 0
     ) -> None:
-        """``connect`` is called by ``open``, and raises BackendError.
+        """``open`` calls ``connect``, which may raise BackendError.
 
-        ``end`` is called by ``close``, and ends the process.
+        ``close`` calls ``end``, which ends the process.
 
         ``process_id``: the id of the process that this engine started for the prefill worker; 0 for none.
         """

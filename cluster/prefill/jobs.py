@@ -46,9 +46,9 @@ class JobCancelledError(FastDecodeError):
 class PromptJob:
     """One part of a prompt that this worker computes. The port's thread fills in what other workers send.
 
-    With KV-Runahead, a worker needs the earlier parts, which the previous worker sends, and passes all parts up to its
-    own on. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
-    parallelism, every worker needs all parts. They go round in a ring, each as often as there are other workers.
+    With KV-Runahead, a worker gets all earlier parts from the previous worker, and sends them and its own part to the
+    next worker. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
+    parallelism, every worker needs all parts. Each part passes from worker to worker in a ring, until all have it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PromptJob:
         stores: Sequence[StoreWay],
         prefix: Sequence[ReadWay] = (),
     ) -> None:
-        """``layout``: the model's, with the R-workers' KV dtype and arithmetic.
+        """``layout``: the model's layout, with the R-workers' KV dtype and arithmetic.
 
         ``send_on``: sends rows to the next prefill worker; None if there is none. ``stores``: the R-workers that store
         tokens of the prompt. ``prefix``: the R-workers that hold the prefix; only the first worker needs them.
@@ -119,7 +119,7 @@ class PromptJob:
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # a prefix comes as the cache's bytes
+        for place, each in zip(places, rows, strict=True):  # rows of a prefix are the cache's bytes
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 
@@ -203,7 +203,7 @@ class PromptJob:
             self._pass(layer, rows, part)
 
     def _go_round(self, layer: int, rows: LayerRows) -> None:
-        """Send rows to the next worker of the ring: this part's, then each arriving part that it did not compute."""
+        """Send rows to the ring's next worker: this part's, then each arriving part except the next worker's own."""
         count, own = self.prompt.num_parts, self.prompt.part
         self._pass(layer, rows, own)
         for step in range(1, count):

@@ -54,7 +54,7 @@ class PortHeads:
         return tuple(np.ascontiguousarray(each[:, own]) for each in arrays)
 
     def take(self, layer: int, heads: slice, rows: np.ndarray, stored: np.ndarray) -> None:
-        """Copy ``rows``, the cache's bytes of some ``heads``, into ``stored`` of all heads; both uint8 [rows, …]."""
+        """Copy ``rows``, cached bytes of the KV heads ``heads``, to those heads of ``stored``; both uint8 [rows, …]."""
         shape, kv_dtype = self._layout.layers[layer], self._layout.kv_dtype
         for whole, part in zip(
             _by_head(shape, kv_dtype, stored, shape.num_kv_heads),
@@ -72,7 +72,7 @@ class PortHeads:
 def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSender]) -> Send:
     """Return a function that sends rows to all KV ports of the R-worker in ``placed``.
 
-    Its positions are those in the prompt; the R-worker counts from the first token that it stores.
+    The function takes positions in the prompt; the R-worker counts positions from the first token that it stores.
     """
 
     def send(layer: int, start: int, arrays: Arrays) -> int:
@@ -86,7 +86,7 @@ def store_way(placed: PlacedRows, heads: PortHeads, senders: Sequence[StoreSende
 
 
 def read_way(placed: PlacedRows, heads: PortHeads, readers: Sequence[PrefixReader]) -> Read:
-    """Return a function that reads ``placed``'s tokens from its R-worker; each head comes from the first such port."""
+    """Return a function that reads the tokens of ``placed``; it reads each KV head at the first port that has it."""
 
     def read(layer: int, stored: np.ndarray, when_read: Callable[[], None]) -> None:
         parts = {heads.of(layer, port, len(readers)).start: port for port in reversed(range(len(readers)))}

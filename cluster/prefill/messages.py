@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlacedRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt. Its positions count from ``start``.
+    """The R-worker at ``places`` has tokens ``start`` to ``end`` of a prompt; it counts positions from ``start``.
 
     The R-worker knows these tokens as job ``ticket``. If ranks share the model, there is one place per rank.
     """
@@ -95,8 +95,8 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix, held by the R-workers of ``prefix``. The R-workers of ``stores`` get rows.
-    ``next``: the worker that gets this part's keys and values; None at a chain's end. The tokens are the second part.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. Those in ``stores`` store the rows.
+    ``next``: the worker that gets this part's keys and values; None at a chain's end. The token ids follow separately.
     """
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -135,7 +135,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
         """Return whether the part cannot be computed without ``place``.
 
-        ``place``: a prefill worker, or an R-worker. ``numbers``: the job ids or tickets under which it knows transfers.
+        ``place``: a prefill worker, or an R-worker. ``numbers``: job ids or tickets of transfers with it.
         The part depends on the next prefill worker, and on R-workers with some of the prefix.
         """
         if self.next == place and self.job_id in numbers:
@@ -183,7 +183,7 @@ def decode_failure(data: bytes | bytearray) -> Failure:
 def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: int, vocab_size: int) -> Prompt:
     """Return the prompt part in ``data``. ``tokens``: int64 [rows], the part's token ids.
 
-    Raise FrameError for parts that do not ascend, a malformed address, or a wrong number of tokens.
+    Raise FrameError for ``bounds`` that do not ascend, a malformed address, or a wrong number of tokens.
     """
     prompt = decode_json("PROMPT", data, Prompt)
     bounds = np.array(prompt.bounds)

@@ -106,7 +106,7 @@ class PrefillPool:
         for index in reversed(range(len(prefill.parts))):  # a part's receiver gets its job before the sender
             part = prefill.parts[index]
             if prefill.job_id not in self._jobs:
-                return  # a worker is lost, which has failed the job
+                return  # a worker was lost meanwhile, so the job has failed
             prompt = Prompt(
                 job_id=prefill.job_id,
                 method=prefill.method,
@@ -125,7 +125,7 @@ class PrefillPool:
 
     def wait(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        # Seconds between two looks at all links, for an engine without other work
+        # Seconds between two checks for frames on all links, for an engine without other work
         look_seconds = 0.001
         while not self._hear() and time.monotonic() < deadline:
             time.sleep(look_seconds)

@@ -75,9 +75,9 @@ class EarlyRows:
 
 
 def early_place(layout: KVLayout, number: int, num_rows: int, num_bytes: tuple[int, ...]) -> Arrays:
-    """Return arrays for rows of layer ``number`` before their job is known: a prefix, later rows, or a state.
+    """Return arrays for rows of layer ``number``, before their job is known: prefix rows, prompt rows, or a state.
 
-    ``num_bytes``: lengths of the KV frame's two parts; they tell a prefix's rows from later rows.
+    ``num_bytes``: lengths of the KV frame's two parts; they tell prefix rows from prompt rows.
     """
     layer = layout.layers[number]
     if not layer.caches_rows:

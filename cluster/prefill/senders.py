@@ -22,7 +22,7 @@ POLL_SECONDS = 0.002
 
 
 OnFailure = Callable[[list[int], Place, str, bool], None]
-"""A function called after a failure with: affected job ids or tickets, the port, the reason, whether it is gone."""
+"""A function called after a failure: with affected job ids or tickets, port, reason, and whether the port is gone."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Sender:
                 self._on_failure(list(jobs), self.place, str(error), True)
 
     def _serve(self, jobs: dict[int, None]) -> None:
-        """Send queued rows until ``close``; add the jobs whose rows are sent to ``jobs``."""
+        """Send queued rows until ``close``; add to ``jobs`` the id of each job whose rows are sent."""
         raise NotImplementedError
 
     def _next(self, is_busy: bool) -> Item | None:
@@ -160,7 +160,7 @@ class ChainSender(Sender):
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
-        # Most recent jobs that are remembered to have sent to the next worker, and fail if it is lost
+        # Most jobs that are remembered as senders to the next worker; they fail if that worker is lost
         most_remembered = 64
         try:
             while not self._is_closed:

@@ -1,4 +1,4 @@
-"""Tracks the R-workers that store a job's rows: which of them have failed, and when all others have all rows."""
+"""Tracks the R-workers that store a job's rows: which of them failed, and when the others have stored all rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Stores:
         return reached >= self._end
 
     def when_stored(self, tickets: Sequence[int], tell: Callable[[], None]) -> None:
-        """Call ``tell`` once ``stored`` was called for each of ``tickets`` that is not in ``missed``."""
+        """Call ``tell`` once ``stored`` was called for each of ``tickets``, except for those in ``missed``."""
         with self._lock:
             self._to_store = [each for each in tickets if each not in self.missed]
             self._when_stored = tell

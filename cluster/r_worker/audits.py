@@ -1,4 +1,4 @@
-"""An R-worker's answers to audits, and its checks of its own memory before cached tokens are read for others."""
+"""An R-worker's answers to audits, and checks of its memory before cached tokens are shared or leave it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastdecode.kinds.layout import KVLayout
 
 
 def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQuestion]) -> list[AuditAnswer]:
-    """Return the answers of ``worker`` to ``asked``. Raise ValueError or KeyError for a row that it does not hold.
-    Before the first step, an empty ``asked`` makes it keep checksums of full blocks.
+    """Return the answers of ``worker`` to ``asked``. Raise ValueError or KeyError for a row that is not cached.
+    Before the first step, an empty ``asked`` makes ``worker`` keep checksums of full blocks.
     """
     if not asked:
         worker.keep_checksums()
@@ -26,8 +26,8 @@ def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQue
 
 
 def check_forks(worker: _rworker.RWorker, controls: np.ndarray) -> None:
-    """Raise DamagedError if blocks of prefixes that sequences begin from differ from their checksums.
-    ``controls``: CONTROL [num_controls]. Kept prefixes have negative ids; running sequences are audited instead.
+    """Raise DamagedError if a prefix that ``controls`` fork has a block that differs from its checksum.
+    ``controls``: CONTROL [num_controls]. Only negative ids, of prefixes, are checked: running sequences are audited.
     """
     for _, _, source, num_tokens in controls[controls["verb"] == Verb.FORK].tolist():
         if source < 0:
@@ -62,7 +62,7 @@ def _answer(worker: _rworker.RWorker, layout: KVLayout, asked: AuditQuestion) ->
 
 
 class AuditDoor:
-    """Answers AUDIT frames over one session's R-worker. The first frame makes it keep checksums of blocks."""
+    """Answers AUDIT frames over one session's R-worker. The first frame makes the R-worker keep checksums."""
 
     def __init__(self, link: Link, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._link, self._worker, self._layout = link, worker, layout

@@ -174,12 +174,12 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
     """Return a cache for one sequence of ``num_tokens`` and one layer, or one layer and its index.
 
-    If this process cannot attend in the layout's arithmetic, it uses its own.
+    If this process cannot attend in the layout's arithmetic, the cache uses another one.
     """
     layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    # Tokens of a block in a cache for one layer of one prompt. The size changes no token.
+    # Most tokens per block of this cache. The block size does not affect results.
     layer_cache_block = 256
     block_size = math.gcd(layer_cache_block, *(layer.block_tokens for layer in layout.layers))
     of_block = block_bytes(layout, block_size)
@@ -220,7 +220,7 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
-    """Return a query's attention weight per block, or its norms. Raise ValueError or KeyError if impossible."""
+    """Return attention weights per block, or score norms per head. Raise ValueError or KeyError if impossible."""
     part, queries = asked.part, list(asked.queries)
     found = worker.weigh(
         sequence_id=part.sequence_id, position=part.position, offset=part.offset, block=asked.block,

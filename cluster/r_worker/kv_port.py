@@ -18,16 +18,16 @@ from fastdecode.kinds.layout import KVLayout
 NICENESS = 10
 """Niceness that is added to the port's threads.
 
-On a core shared with threads that attend, they get about a tenth of it. Rows come in bursts of some 10 ms per layer of
-a prompt, and a step must not take so much longer.
+On a core shared with threads that attend, the port's threads get about a tenth of the time. Storing takes bursts of
+some 10 ms per layer of a prompt, and a step must not become that much longer.
 """
 
 
 class RowStore:
     """Stores and reads the cache rows that frames at a KV port name.
 
-    Rows of a KV frame, or a recurrent layer's state, go to an incoming sequence, and STORED is answered. READ is
-    answered with a KV frame of cached tokens in stored form.
+    The rows, or the recurrent layer's state, of a KV frame go to an incoming sequence; the answer is STORED. The answer
+    to READ is a KV frame of cached tokens in stored form.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
@@ -81,9 +81,9 @@ class KvPort:
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout, security: Security, host: str = "") -> None:
-        """``host``: where the R-worker listens for S-workers; "" if it does not. The port has the same reach.
+        """Listen at ``host``, or at all addresses if it is ""; only at loopback if the layout says so.
 
-        Raise ValueError without a key if it would be open beyond this machine, OSError if it cannot listen.
+        Raise ValueError without a key if the port would be open beyond this machine, OSError if it cannot be opened.
         """
         bound = "127.0.0.1" if layout.kv_port == "loopback" else host or "*"
         if not is_loopback(bound) and security.secret is None:

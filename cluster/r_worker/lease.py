@@ -1,7 +1,7 @@
 """The lease of a named session on an R-worker: keeps the cache after the link breaks, for the next S-worker.
 
 Each S-worker that takes the lease gets the next epoch. An S-worker with an older epoch, which may have been stopped for
-a while, is refused by name and can write nothing. Frames of its connection are not those of the served S-worker.
+a while, is told who superseded it. It can write nothing, since only frames from the served S-worker are accepted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LeaseError(Exception):
 class Lease:
     """The lease of one R-worker, for all S-workers that it serves one after another.
 
-    At most one cache is kept. It is closed before another cache is made, which gets its memory. ``epoch``: the served
-    S-worker's epoch; 0 if that S-worker named no session. ``kept_of``: the fingerprint of the S-worker whose cache was
-    kept for it; "" if none. ``journal``: the session's journal, as S-workers wrote it.
+    At most one cache is kept. It is closed before another cache is made, for which its memory is needed. ``epoch``: the
+    served S-worker's epoch; 0 if that S-worker named no session. ``kept_of``: the fingerprint of the S-worker whose
+    kept cache the served one got; "" if it got none. ``journal``: the session's journal, as S-workers wrote it.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Lease:
         return f"session {self._name} was continued by {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
 
     def may_pass_to(self, hello: Hello, has_stopped: Callable[[], bool]) -> bool:
-        """Return whether the S-worker of ``hello`` may follow the served one.
+        """Return whether the S-worker of ``hello`` may take over from the served one once that is silent.
 
-        ``has_stopped``: tells whether the served one is as good as gone, if ``hello`` waits for its end.
+        ``has_stopped``: tells whether the served S-worker has stopped; asked if ``hello`` waits for that.
         """
         asked = hello.lease
         if asked is None or not self.epoch or asked.session != self._name or asked.epoch:
@@ -93,9 +93,9 @@ class Lease:
     def leave(self, worker: _rworker.RWorker, is_broken: bool, is_untouched: bool = False) -> None:
         """Keep ``worker`` for a while if the link ``is_broken`` and the S-worker asked for that; otherwise free it.
 
-        If ``worker`` ``is_untouched``, this S-worker did not get all of its R-workers, and the cache is kept for the
-        heir of the previous one. Half-stored prompts of prefill workers are dropped, since nobody completes them. The
-        journal is always kept: an S-worker that leaves nothing undone has emptied it.
+        If ``is_untouched``, this S-worker has not changed the cache that it got, and it is kept for the S-worker that
+        follows the previous one. Half-stored prompts of prefill workers are dropped, since nobody completes them.
+        The journal is always kept: an S-worker that ends its session empties it.
         """
         asked = self._served.lease if self._served else None
         if self.journal.num_bytes and asked:
@@ -110,13 +110,13 @@ class Lease:
         log.info("session %s: its caches are kept for %g s", asked.session, asked.keep_seconds)
 
     def expire(self) -> None:
-        """Free the kept cache once its time is over."""
+        """Free the kept cache and the journal once their time is over."""
         if self._keeps and time.monotonic() > self._until:
             log.info("session %s has not come back: its kept caches are freed", self._name)
             self.close()
 
     def close(self) -> None:
-        """Free the kept cache, if any."""
+        """Free the journal, and the kept cache if there is one."""
         self.journal.clear()
         if self._kept is not None:
             self._kept.close()
@@ -129,7 +129,7 @@ class Lease:
 
     @property
     def _keeps(self) -> bool:
-        """True if a cache is kept and no S-worker is served."""
+        """True if a cache or a journal is kept."""
         return self._kept is not None or self.journal.num_bytes > 0
 
     def _check(self, asked: AskedLease | None) -> None:
@@ -142,7 +142,7 @@ class Lease:
             raise LeaseError("superseded", reason)
 
     def _fits(self, hello: Hello) -> bool:
-        """Return whether the kept cache fits: ``hello`` asks for the same layout and follows its last S-worker."""
+        """Return whether the kept cache fits: same layout, and ``hello`` follows the S-worker that left the cache."""
         before = self._served
         if before is None or before.lease is None or hello.lease is None:
             return False

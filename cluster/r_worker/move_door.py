@@ -30,7 +30,7 @@ class _Incoming:
 
 
 class MoveDoor:
-    """Answers EXPORT, IMPORT and DATA of one session. ``has_imported``: the cache may not be as it was at the start."""
+    """Answers EXPORT, IMPORT and DATA of one session. ``has_imported``: True once an import has begun."""
 
     def __init__(self, link: Link, worker: _rworker.RWorker, layout: KVLayout) -> None:
         self._link, self._worker, self._layout = link, worker, layout

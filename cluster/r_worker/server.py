@@ -26,7 +26,7 @@ class Server:
     """The R-worker's loop: serves one S-worker after another, and frees or keeps each one's cache.
 
     ``joiner``: sends JOIN while no S-worker is served. ``security``: with a proof key, an S-worker must prove to hold
-    it before its HELLO. ``listens_at``: the host of ``listener``, where a KV port opens too. ``vitals``: as of
+    it before its HELLO. ``listens_at``: the host of ``listener``, at which a KV port listens too. ``vitals``: see
     ``Session``.
     """
 
@@ -90,7 +90,7 @@ class Server:
         The message of a peer without a proof is read here, and must be a proof.
         """
         if self._door.knows(peer):
-            return _kind(peer) is not Kind.BYE  # from a refused peer, or one whose session is over
+            return _kind(peer) is not Kind.BYE  # BYE comes from refused peers, and from peers whose session is over
         if self._door.has_gate:
             return self._door.opens(peer)
         self._log_once("a peer that asks for proof of a key, and this R-worker has none")
@@ -106,13 +106,13 @@ class Server:
     def _refuse_stranger(self, peer: PeerChannel) -> None:
         """Send a second S-worker the name of the first. Other frames of unknown peers are dropped and logged once.
 
-        A successor in a named session is admitted at its next attempt, if the first one is silent.
+        In a named session, if the first is silent, the second is admitted at its next attempt.
         """
         if self._door.has_gate and not self._door.knows(peer):
             self._door.opens(peer)
             return
         if (kind := _kind(peer)) is Kind.BYE:
-            return  # from a refused peer
+            return  # refused peers send BYE
         if kind is not Kind.HELLO:
             self._log_once("a frame of a peer that is not served")
             return
@@ -184,7 +184,7 @@ def _refuse(peer: PeerChannel, error: str, message: str) -> None:
 
 
 def _hello(peer: PeerChannel) -> Hello | None:
-    """Return the HELLO that ``peer`` has sent; None if it is none or malformed."""
+    """Return the HELLO that ``peer`` has sent; None if its message is no HELLO, or malformed."""
     talk = Conversation(peer)
     try:
         frame = talk.receive(0.0)
@@ -194,7 +194,7 @@ def _hello(peer: PeerChannel) -> Hello | None:
 
 
 def _kind(peer: PeerChannel) -> Kind | None:
-    """Return the kind of the first frame of ``peer``; None if it is no frame."""
+    """Return the kind of the first frame of ``peer``; None if its first message is no frame."""
     try:
         return decode(peer.first_header or b"").kind
     except FrameError:

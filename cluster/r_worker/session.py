@@ -46,8 +46,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class Session:
     """Serves one S-worker. An impossible frame is refused, logged once per reason, and changes nothing.
 
-    Once ``leaving`` is set, every report asks the S-worker to dismiss this R-worker. An S-worker without steps has no
-    sequences here, so the session then just ends.
+    Once ``leaving`` is set, every report asks the S-worker to dismiss this R-worker. If the S-worker takes no steps, it
+    has no sequences here, so the session just ends.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Session:
         return self._link.epoch
 
     def give_way(self, name: str) -> None:
-        """Let S-worker ``name`` follow the served one, if that has been silent for a while."""
+        """Hand the session over to S-worker ``name`` if the served one has been silent for LEASE_SECONDS."""
         if time.monotonic() - self._heard > LEASE_SECONDS:
             self._gives_way_to = name
 
@@ -133,7 +133,7 @@ class Session:
                 Kind.REFUSED, encode_refusal("superseded", f"its session continues with {self._gives_way_to}")
             )
             raise ConnectionError(f"the session continues with {self._gives_way_to}")
-        # A working S-worker pauses less than this between two steps
+        # Most seconds between two steps of an S-worker that has requests to serve
         idle_seconds = 1.0
         try:
             frame = self._next()
@@ -210,7 +210,7 @@ class Session:
         self._link.send(Kind.WELCOME, encode_welcome(welcome))
 
     def _weights(self, frame: Frame) -> None:
-        """Receive K and V of some heads of a latent layer. Their announced size is checked before memory is taken."""
+        """Receive K and V projections of some heads of a latent layer; check their size before memory is allocated."""
         layer = self._layout.layers[frame.layer] if frame.layer < len(self._layout.layers) else None
         shape = layer.weight_rows if layer else None
         if layer is None or shape is None:
@@ -233,7 +233,7 @@ class Session:
     def _plan(self, frame: Frame) -> None:
         plan = decode_plan(self._link.body(frame))
         slots = PayloadSlots(self._layout, [row_counts(spans) for spans in plan.mini_batches])
-        # Most bytes of q, k, v and o of all mini-batches of a step, one layer of each
+        # Most payload bytes of a step: q, k, v and o of one layer for each mini-batch
         payload_limit = 8 * FRAME_LIMIT
         if slots.largest_part > FRAME_LIMIT or slots.num_bytes > payload_limit:
             raise FrameError(

@@ -26,8 +26,8 @@ class SessionJournal:
         """Check that ``num_bytes`` from byte ``start`` on may be written: at the end, or from 0 to replace it.
 
         Raises:
-            FrameError: other bytes are there.
-            CapacityError: it would be too long.
+            FrameError: ``start`` is neither 0 nor the journal's end.
+            CapacityError: the journal would be too long.
         """
         if start not in (0, self.num_bytes):
             raise FrameError(f"RECORD: bytes from {start:,} on, and the journal has {self.num_bytes:,}")
@@ -49,14 +49,14 @@ class SessionJournal:
 
 
 class JournalDoor:
-    """Answers RECORD and RECALL of one S-worker. No other may write, so a superseded one cannot."""
+    """Answers RECORD and RECALL of one S-worker. Only the served S-worker can write, so a superseded one cannot."""
 
     def __init__(self, link: Link, journal: SessionJournal) -> None:
         self._link, self._journal = link, journal
         self.handlers: dict[Kind, Callable[[Frame], None]] = {Kind.RECORD: self._record, Kind.RECALL: self._recall}
 
     def _record(self, frame: Frame) -> None:
-        """Receive bytes of the journal. Their announced number is checked before memory is taken."""
+        """Receive bytes of the journal; check their announced number before memory is allocated."""
         if frame.lengths[0] != FIRST_BYTE.size or frame.lengths[2]:
             raise FrameError(f"a RECORD frame with parts of {frame.lengths} bytes")
         first = bytearray(FIRST_BYTE.size)

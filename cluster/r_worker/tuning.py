@@ -85,9 +85,9 @@ def measured_tuning() -> Tuning:
 
 
 def fastest_isa() -> str:
-    """Return the newest instruction set or the one before it, by measurement.
+    """Return the newest instruction set or the one before it, whichever is faster.
 
-    A product of bfloat16 pairs takes two cycles on some processors, and one of float32 half a cycle.
+    Some processors take two cycles for a product of bfloat16 pairs, but half a cycle for one of float32 numbers.
     """
     best = _rworker.supported_isas()[-1]
     if best != "avx512_bf16":
@@ -99,9 +99,9 @@ def fastest_isa() -> str:
 def fastest_read_ahead() -> str:
     """Return the fastest way to prefetch tokens, by measurement.
 
-    One ascending run starts the hardware's own streams on some processors. Some have more buffers for lines on their
-    way into the second-level cache; others read eight pages faster. Bare reads differ by a few per cent, but attention,
-    which computes meanwhile, differs by half.
+    On some processors one ascending run starts the hardware's own prefetchers. Some have more buffers for cache lines
+    on their way into the second-level cache, and some are faster with eight pages at once. Reads alone differ by a few
+    per cent, but attention, which also computes, by half.
     """
     trials = {way: _Trial("auto", way, SEQUENCES, KV_HEADS) for way in READ_AHEAD}
     seconds = {way: min(times) for way, times in zip(trials, _in_turns(trials.values()), strict=True)}
@@ -111,13 +111,13 @@ def fastest_read_ahead() -> str:
 
 def _in_turns(trials: Iterable[_Trial]) -> list[tuple[float, ...]]:
     """Run the trials in turn; return each trial's times in seconds, one per round."""
-    # Measurements of each kind in turn. The fastest counts, since other processes only slow a measurement down.
+    # Runs of each trial. The shortest time is used, since other processes only slow a measurement down.
     rounds = 5
     return list(zip(*([trial.seconds() for trial in trials] for _ in range(rounds)), strict=True))
 
 
 class _Trial:
-    """A measurement: one row, or ``rows``, of each of some sequences of random bfloat16 tokens attends."""
+    """A measurement of attention: ``rows`` rows of each of ``sequences`` sequences of random bfloat16 tokens."""
 
     def __init__(self, isa: str, read_ahead: str = "run", sequences: int = 1, kv_heads: int = 1, rows: int = 1) -> None:
         layer = Dense(HEADS * kv_heads, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM**-0.5)
@@ -133,7 +133,7 @@ class _Trial:
             self._worker.end_step()
 
     def seconds(self) -> float:
-        """Return the CPU time of this thread, which time slices of other processes do not affect."""
+        """Return the CPU time of a step in this thread, which time slices of other processes do not affect."""
         seconds = self._step(self._spans, *self._rows)
         self._worker.abandon_step()
         return seconds

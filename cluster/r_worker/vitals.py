@@ -11,7 +11,7 @@ PREFIX = "fastdecode_r_worker:"
 STUCK_SECONDS = 90.0
 """A main loop that takes longer than this hangs.
 
-The loop turns within a second, or at least three times in 90 s while it waits for a peer that reads nothing.
+An iteration takes at most a second, or 30 s if it waits for a peer that reads nothing.
 """
 
 
@@ -32,7 +32,7 @@ class Vitals:
         self.num_sessions, self.num_steps, self.kv_bytes_read, self.busy_seconds = 0, 0, 0, 0.0
 
     def turn(self) -> None:
-        """Record that the main loop has begun another turn."""
+        """Record that the main loop has begun another iteration."""
         self.turned = time.monotonic()
 
     def opened(self, num_blocks: int) -> None:

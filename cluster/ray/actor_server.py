@@ -121,8 +121,8 @@ class ActorServer:
 def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None]:
     """Return cores of one NUMA node that no other R-worker of Ray on this host has, as long as there are any.
 
-    The socket keeps the claim: its name is free again when this process ends in any way. Return None with a CPU quota,
-    which limits time and not cores.
+    The socket's name reserves the cores, and is free again when this process ends in any way. Return None for both with
+    a CPU quota, which limits time and not cores.
     """
     if has_cpu_quota():
         return None, None

@@ -1,7 +1,7 @@
 """The process that speaks with Ray for an engine. Only this file imports ray.
 
-The engine starts it and speaks with it over its stdin and stdout, one JSON object a line (``ray_backend.py`` is the
-other end); it ends with the engine, in whatever way that ends, and takes the actors along::
+The engine (``ray_backend.py``) starts this process, and exchanges JSON objects with it over its stdin and stdout, one a
+line. When the engine ends in any way, this process ends the actors and itself::
 
     engine                                             driver
     {count, num_threads, kv_cache_bytes, strict}  →
@@ -149,7 +149,7 @@ def connect(stack: contextlib.ExitStack) -> bool:
 
 def main() -> None:
     """Serve the engine at stdin and stdout until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of the engine's terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Ray prints to stdout
     os.chdir("/")  # Ray adds the current folder to its workers' path, which may be a checkout without a build

@@ -36,10 +36,10 @@ def check_installed() -> None:
 
 
 class RayJob:
-    """Room for R-workers in a Ray cluster, and later the actors there. It makes the job's key.
+    """Room for R-workers in a Ray cluster, and later the actors there. Makes the key unless ``key_file`` has it.
 
     ``host``: this node's address in the cluster. ``is_alone``: the cluster was started for this job on this machine.
-    Its connections then stay on it, and are encrypted only if asked for, or with a key file.
+    Connections then stay on this machine, and are not encrypted unless ``security`` or ``key_file`` is given.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RayJob:
 
 
 class RayBackend(JoiningBackend):
-    """An ``AttentionBackend`` over the actors of a ``RayJob``, which it starts and ends. It takes a listener.
+    """An ``AttentionBackend`` over the actors of a ``RayJob``, which it starts and ends. It needs a join listener.
 
     An actor that Ray restarts joins again like any R-worker.
     """

@@ -57,7 +57,7 @@ class Ask:
 def choose_ask(
     count: int, nodes: Sequence[Node], num_threads: int | None, kv_cache_bytes: int | None, strict: bool = False
 ) -> Ask:
-    """Return the request for ``count`` R-workers. None becomes the largest equal share that ``nodes`` can give to all.
+    """Return the request for ``count`` R-workers. None stands for the largest equal share that ``nodes`` have for each.
 
     The memory is KV_CACHE_SHARE of what Ray counts on a node, divided by the most R-workers that may come there.
     """

@@ -8,9 +8,9 @@
     PROOF      HMAC("s-worker|" n m)                  →
                                                       ←    PROVEN
 
-HMAC is HMAC-SHA256 with a key derived from the secret. The roles keep an end from sending the other's proof back. The
-random bytes keep a recorded proof from being used again, since each challenge is answered once. The proof holds for its
-connection; it does not protect TCP data from changes on the way.
+HMAC is HMAC-SHA256 with a key derived from the secret. The roles in the HMACs keep an end from sending back the
+other's proof. The random bytes keep a recorded proof from being used again, since each challenge is answered once. The
+proof authenticates the other end at the start; it does not protect TCP data from changes on the way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Security:
 
 
 def read_security(key_file: str | None, level: str | None) -> Security:
-    """Return the security of a key file and one of ``SECURITY_LEVELS`` (None: encrypt).
+    """Return the security with the secret in ``key_file`` and ``level`` (None: encrypt), one of ``SECURITY_LEVELS``.
 
     Raise ConfigError for a bad file.
     """
@@ -115,9 +115,9 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
 
 
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
-    """Return ``channel`` once both ends have proven that they hold the key of ``security``, if any.
+    """Return ``channel`` once both ends have proven that they hold the key, if ``security`` asks for proofs.
 
-    Otherwise close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
+    On failure, close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
     """
     try:
         if security.proof_key is not None:

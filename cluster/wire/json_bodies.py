@@ -53,5 +53,5 @@ def _decoder(form: type) -> msgspec.json.Decoder[Any]:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` for logs and terminals, without line breaks, escape codes and halves of characters."""
+    """Return ``text`` with "?" in place of each character that cannot be printed, such as a line break."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

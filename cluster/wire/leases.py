@@ -1,4 +1,4 @@
-"""Messages about named sessions: what R-workers keep for the next S-worker, and what they hold of the last."""
+"""Messages about named sessions: requests to keep caches for the next S-worker, and lists of kept sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_JOURNAL_BYTES = 1 << 27
 """Most bytes of a session's journal in an R-worker's memory."""
 
 LEASE_SECONDS = 2.0
-"""An S-worker that is silent for so long loses its session to the next one that asks."""
+"""An S-worker that is silent for this many seconds loses its session to the next S-worker that asks for it."""
 
 FIRST_BYTE = struct.Struct("<q")
 """The first part of RECORD: the position in the journal of the bytes in the second part."""
@@ -30,11 +30,10 @@ FIRST_BYTE = struct.Struct("<q")
 class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request for a named session.
 
-    The R-worker keeps its cache for ``keep_seconds`` after the link breaks, for an S-worker whose ``follows`` is the
-    ``fingerprint`` of the last one: it has the same weights and the journal. ``any_run``: the journal is on R-workers,
-    so the S-worker does not know the run yet; any fingerprint that begins with ``follows`` matches. ``epoch``: the
-    S-worker's epoch on this R-worker; 0 for none. ``waits``: wait until the last S-worker is gone; otherwise it loses
-    the session if it is silent.
+    The R-worker keeps its cache for ``keep_seconds`` after the link breaks. The next S-worker gets the cache if its
+    ``follows`` is this ``fingerprint``: then it has the same weights and journal. ``any_run``: it is enough if the
+    fingerprint begins with ``follows``, since the journal is yet to be read from R-workers. ``epoch``: this S-worker's
+    epoch on the R-worker; 0 for none. ``waits``: take the session only from a stopped S-worker, not from a silent one.
     """
 
     session: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION)]
@@ -47,7 +46,7 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_held(held: Iterable[HeldSequence]) -> bytes:
-    """Return the HELD body, int64: per sequence its id, tokens, least tokens, number of blocks, and the blocks."""
+    """Return the HELD body, int64: per sequence ``cache_id``, ``num_tokens``, ``least``, number of blocks, blocks."""
     rows = ((each.cache_id, each.num_tokens, each.least, len(each.blocks), *each.blocks) for each in held)
     return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
 

@@ -25,7 +25,7 @@ from fastdecode.kinds.layout import KVLayout
 MAX_HELLO_BYTES = 1 << 27
 """Most bytes of a HELLO.
 
-It has the filters of a hybrid's convolutions, and for Mamba-1 a factor per number of a state.
+A HELLO has the convolution filters of a hybrid model, and for Mamba-1 a factor per element of a state.
 """
 
 MAX_ROWS = 1 << 24
@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 22
 """Bytes of a sequence in one DATA frame."""
 
 EXPORT = struct.Struct("<qqq")
-"""The body of EXPORT: sequence id, first token, tokens (``ALL_TOKENS``: all that follow)."""
+"""The body of EXPORT: sequence id, first token, number of tokens (``ALL_TOKENS``: all that follow)."""
 
 ALL_TOKENS = -1
 
@@ -45,13 +45,13 @@ NUM_BYTES = struct.Struct("<q")
 """The body of EXPORTED: the number of bytes that follow as DATA."""
 
 IMPORT = struct.Struct("<qqqq")
-"""The body of IMPORT: sequence id, first token, tokens, bytes."""
+"""The body of IMPORT: sequence id, first token, number of tokens, number of bytes."""
 
 KV_ROWS = struct.Struct("<qqq")
-"""The first part of KV, and the body of READ: job id, first token, rows. The layer is in the header."""
+"""The first part of KV, and the body of READ: job id, first token, number of rows. The layer is in the header."""
 
 KV_STORED = struct.Struct("<qqqq")
-"""The body of STORED: job id, layer, first token, rows."""
+"""The body of STORED: job id, layer, first token, number of rows."""
 
 FIRST_HEAD = struct.Struct("<q")
 """The first part of WEIGHTS: the first head of the rows in the second part. The layer is in the header."""
@@ -92,11 +92,11 @@ class _Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An R-worker's answer to HELLO.
 
-    ``cores``: cores that the R-worker may use on the machine ``host_id``. ``fingerprint``: of the cache that it opened.
+    ``cores``: cores that the R-worker may use on the machine ``host_id``. ``fingerprint``: the opened cache's.
     ``state_blocks``: blocks of a sequence's states. ``kv_address``: "host:port" of its KV port, without the host if all
     reach it as the S-worker does; "" if it has none. ``kv_epoch``: the epoch that frames to that port must carry.
-    ``park_after``: seconds without use before it parks; None without a disk. ``lease_epoch``: of a named session, else
-    0. ``goes_on``: it has the cache of the session's previous S-worker, whose fingerprint was ``kept_of``.
+    ``park_after``: unused seconds until a prefix is parked; None without a disk. ``lease_epoch``: the named session's,
+    or 0. ``goes_on``: the opened cache is that of the previous S-worker, whose lease had the fingerprint ``kept_of``.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=1 << 31)]

@@ -21,14 +21,14 @@ MAX_PARK_BYTES = 1 << 24
 MAX_BLOCKS = 1 << 31
 
 _PARK = struct.Struct("<qqqqq")
-"""The beginning of PARK: patience, sequence id, blocks, tokens after them, number of superseded chains; marks and names
-follow.
+"""The beginning of PARK: patience, sequence id, numbers of blocks, of tokens after them and of superseded chains; marks
+and names follow.
 
 Patience, also in WAKE, is how long the R-worker may take before it reports progress, in milliseconds.
 """
 
 WAKE = struct.Struct(f"<qqq{MARK_BYTES}s")
-"""The body of WAKE: patience, the new sequence id, blocks, the chain's name."""
+"""The body of WAKE: patience, the new sequence id, number of blocks, the chain's name."""
 
 _PARKED = struct.Struct("<qqqq")
 """The beginning of PARKED: progress, tokens done, bytes on the disk, number of dropped chains; their names follow."""
@@ -90,7 +90,7 @@ def decode_parked(data: bytes | bytearray) -> Parked:
 
 
 def encode_chains(chains: Sequence[Chain]) -> bytes:
-    """Return the parked chains: their number, the blocks of each and the tokens after them (int64), and all marks."""
+    """Return the number of chains, each chain's ``num_blocks`` and ``rest`` (int64), and the marks of all chains."""
     sizes = [number for chain in chains for number in (chain.num_blocks, chain.rest)]
     start = np.array([len(chains), *sizes], "<i8").tobytes()
     return b"".join((start, *(mark for chain in chains for mark in chain.marks)))

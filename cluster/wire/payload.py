@@ -1,6 +1,6 @@
 """The messages of each step: its plan, its report, and the payload.
 
-One piece of memory has the places of q, k, v, o and partial results of every mini-batch, laid out once per plan.
+One block of memory holds q, k, v, o and partial results of every mini-batch. Its layout follows from the plan.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The file of a parked chain of blocks. It is written elsewhere and renamed, and checked whenever it is read.
+"""The file of a parked chain of blocks. It is written, then renamed, and checked whenever it is read.
 
 Layout, little-endian::
 
-    magic "FDCHAIN2" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of all that
+    magic "FDCHAIN2" | bytes of the head u32 | head (JSON) | marks, 16 bytes each | SHA-256 of the above
     for each piece: its checksum, 16 bytes | its bytes
 
-A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, the last one those of the rest, in the form of an
-R-worker's cache. If layers are recurrent, the end follows as one more piece: the tokens after the last full block, and
-the states after all tokens, as ``_rworker.RWorker.export`` writes them. A piece's checksum (``_rworker.checksum``)
-starts from the SHA-256 above and the piece's number. So a piece of another chain, of another place, or with a changed
-bit has another checksum. A mark is the hash of all tokens up to a piece's end; the last one stands for the whole chain.
+A piece has the blocks of ``PIECE_TOKENS`` consecutive tokens, or of fewer at the chain's end, in the form of an
+R-worker's cache. If layers are recurrent, "the end" follows as one more piece: the tokens after the last full block,
+and the states after all tokens, as ``_rworker.RWorker.export`` writes them. A piece's checksum (``_rworker.checksum``)
+covers the SHA-256 above, the piece's number and its bytes. So it detects changed bits and pieces from elsewhere. A mark
+is the hash of all tokens up to a piece's end; the last mark identifies the whole chain.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Name = Annotated[str, Meta(max_length=200)]
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The head of a chain's file.
 
-    ``fingerprint``: of the model's weights, the cache's layout and the arithmetic; the rest is for readers.
-    ``block_bytes``: bytes of a block over all layers; 0 if none attends. ``rest``: tokens after the last block.
+    ``fingerprint``: hash of the model's weights, the cache's layout and the arithmetic. ``block_bytes``: bytes of a
+    block over all layers; 0 if no layer attends. ``rest``: number of tokens after the last block.
     ``end_bytes``: bytes of these tokens and of the states; 0 if no layer is recurrent.
     """
 
@@ -178,7 +178,7 @@ class ChainReader:
         return offset, _seed(self._digest, number)
 
     def check(self, number: int, checksum: bytes) -> None:
-        """Raise ChainError unless piece ``number`` was read with this ``checksum``."""
+        """Raise ChainError unless the file has this ``checksum`` for piece ``number``."""
         if checksum != os.pread(self.fileno(), _CHECKSUM_BYTES, self.place(number)[0] - _CHECKSUM_BYTES):
             raise self._broken(f"piece {number} is damaged: its checksum differs")
 

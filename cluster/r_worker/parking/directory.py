@@ -38,8 +38,8 @@ class ParkDirectory:
     def __init__(self, place: ParkPlace) -> None:
         """Make the folder, readable by this user only, and remove unfinished files.
 
-        Its limit is that of ``place``, or what is there already plus half of the free space. Raise ConfigError if it
-        cannot be made.
+        Its limit is that of ``place``, or else the bytes of its files plus half of the disk's free space. Raise
+        ConfigError if the folder cannot be made.
         """
         self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
@@ -80,9 +80,9 @@ class ParkDirectory:
         return self.folder / file_name(fingerprint, mark)
 
     def make_room(self, head: Head, name: str) -> list[str] | None:
-        """Drop chains, oldest use first, until one of ``head`` fits as file ``name``; return their names.
+        """Drop chains, oldest use first, until a chain with ``head`` fits as file ``name``; return the dropped names.
 
-        It replaces a file of that name. Return None, and drop nothing, if it never fits.
+        The chain will replace a file of that name. Return None, and drop nothing, if it exceeds the folder's limit.
         """
         needed = head.file_bytes
         if needed > self.most_bytes:

@@ -94,7 +94,7 @@ class ParkJob(_Job):
 
 
 class WakeJob(_Job):
-    """A sequence being loaded: ``num_wanted`` tokens in blocks, and the end if layers are recurrent."""
+    """A sequence being loaded: ``num_wanted`` tokens in blocks, and the chain's end if layers are recurrent."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class WakeJob(_Job):
         return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
 
     def _fetch(self, deadline: float) -> int:
-        """Let the disk's thread fetch the next piece, and later ones; return 1 once the next is there."""
+        """Let the disk's thread fetch the next pieces into memory; return 1 once the first of them is there."""
         first = self._num_fetched - len(self._pending)
         self._num_fetched = max(self._num_fetched, self._next)
         # Pieces that the disk's thread fetches in advance if they are not in memory

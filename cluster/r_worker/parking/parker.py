@@ -1,8 +1,8 @@
 """Parks and wakes the sequences of one R-worker: pieces are copied between cache and disk between steps.
 
-To park, the R-worker's own thread copies a piece out of the cache, and the disk's thread writes it. To wake, its
-threads read pieces straight from the file and check them. The disk's thread first fetches what is not in the page
-cache.
+To park, the R-worker's own thread copies a piece out of the cache, and the disk's thread writes it. To wake, the
+R-worker's threads read pieces straight from the file and check them. Before that, the disk's thread fetches pieces that
+are not in the page cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("fastdecode.r_worker")
 def block_form(layout: KVLayout, worker: _rworker.RWorker) -> str:
     """Return a hash of the memory layout of ``worker``'s blocks, made by storing known tokens.
 
-    So a build with another layout reads no chain of this one.
+    With the hash in chains' fingerprints, a build never reads blocks that a build with another layout wrote.
     """
     size = RWorkerSize(worker.block_bytes * (1 + worker.state_blocks), 1)
     probe = make_rworker(replace(layout.absorbed, isa=worker.isa), worker.block_size, size)
@@ -174,7 +174,7 @@ class Parker:
 
     def _keep_room(self, at_once: bool = False) -> None:
         """Commit memory for chains that may be woken, if there are any."""
-        # Bytes committed in advance: enough for this many of the longest chain, and at least this many
+        # Memory for ``chains_ahead`` of the longest chain, but at least ``least_ahead_bytes``, is committed ahead
         chains_ahead, least_ahead_bytes = 2, 1 << 26
         if largest := self._directory.largest:
             self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)

@@ -13,7 +13,7 @@ SHARE = 0.1
 
 
 class Room:
-    """Lets ``threads`` commit the next blocks while they are idle.
+    """Lets ``threads``, while idle, commit memory for the next blocks.
 
     Otherwise a block is committed when it is first written. For pages new to the system, that may take longer than
     reading the data from the disk. Blocks are handed out lowest first, so the next ones are known.
@@ -26,9 +26,9 @@ class Room:
         self._end = 0
 
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
-        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: no S-worker takes steps yet."""
+        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: without pauses for steps."""
         self.stop()
-        # At most this part of the cache, as 1 / n, is committed ahead of its use
+        # At most 1 / ``most_of_cache`` of the cache is committed ahead of its use
         most_of_cache = 8
         ahead = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
         if ahead:
@@ -43,7 +43,7 @@ class Room:
             self._done = None
 
     def _commit(self, ahead: int, at_once: bool) -> None:
-        # Seconds between a job and the commits for the next one, so that waiting steps go first
+        # Seconds from the end of a job to the next commit, so that waiting steps go first
         rest_seconds = 0.2
         rest = 0.0 if at_once else rest_seconds
         while not self._stop.wait(rest):
@@ -57,7 +57,7 @@ class Room:
         """Commit a chunk; return False if nothing is left to commit."""
         used = self._worker.blocks_touched
         first, end = max(used, self._end), min(used + ahead, self._worker.num_blocks)
-        # Bytes committed at a time, which bounds the wait for the thread
+        # Bytes committed at a time; ``stop`` waits for no more than one such commit
         chunk_bytes = 1 << 18
         count = min(end - first, max(1, chunk_bytes // self._worker.block_bytes))
         if count <= 0:
