@@ -103,7 +103,7 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
     """Return the name and the folder of the one LoRA adapter that ``values`` names.
 
-    Each is "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON. Raise ConfigError for other forms.
+    Each value is "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON. Raise ConfigError for other forms.
     """
     if len(values) > 1:
         raise ConfigError(

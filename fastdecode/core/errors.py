@@ -57,7 +57,7 @@ class WorkerLostError(BackendError):
 
 
 class DamagedError(WorkerLostError):
-    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. It counts as lost."""
+    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. The R-worker is lost."""
 
 
 class NoRWorkerError(WorkerLostError):

@@ -1,4 +1,4 @@
-"""Places where a journal is kept: a local folder here, R-workers' memory in ``fastdecode.cluster.pool``."""
+"""The places that can keep a journal: here, a local folder; in ``fastdecode.cluster.pool``, R-workers' memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _locked(path: Path, takes_over: bool) -> int:
             path.unlink()
             return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
-    if not os.fstat(fd).st_nlink:  # a refused run has removed its folder since
+    if not os.fstat(fd).st_nlink:  # another run removed the folder after ``path`` was opened
         os.close(fd)
         make_folder(path.parent)
         return _locked(path, takes_over)

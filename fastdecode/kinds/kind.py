@@ -1,6 +1,6 @@
 """The base of all kinds of layers: what the other packages ask of a layer, whatever its kind.
 
-A kind is one frozen msgspec struct. It is the layout that both sides agree on, and the message that carries it. The C++
+A kind is one frozen msgspec struct. Encoded, it is the message that describes the layer to R-workers. The C++
 R-worker reads its fields by name (rworker_cpp/include/rworker/kinds).
 """
 

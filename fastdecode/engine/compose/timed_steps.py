@@ -115,7 +115,7 @@ def live_step_model(
         deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
     )
     tokens = config.max_num_seqs
-    # the R-worker with the slowest step decides
+    # a step ends when the slowest R-worker has answered
     return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))
 
 
