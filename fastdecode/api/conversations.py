@@ -18,7 +18,7 @@ def without_empty_fields(message: Mapping[str, Any]) -> Message:
     """Return ``message`` without empty fields.
 
     Clients send empty fields back as they received them, and some templates only test whether a field is present. A
-    refusal becomes the content; a ``function_call`` becomes one of ``tool_calls``.
+    ``refusal`` becomes the ``content``; a ``function_call`` becomes one of the ``tool_calls``.
     """
     found = {name: value for name, value in message.items() if name in ("role", "content") or value not in (None, [])}
     refusal, call = found.pop("refusal", None), found.pop("function_call", None)
@@ -49,7 +49,7 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
 def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the assistant's reasoning under the key that ``template`` reads.
 
-    Clients send it under any key of ``THOUGHTS``.
+    Clients send the reasoning under any of the keys ``THOUGHTS``.
     """
     names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
     known = next(names, None)

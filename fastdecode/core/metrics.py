@@ -1,4 +1,4 @@
-"""Durations of a step on each side: the S-worker's clock, the record of one step, and the trace of all steps."""
+"""Durations of a step on S-worker and R-workers: the S-worker's clock, records of single steps, a trace of all steps."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class LiveWorld:
 
     def wait(self) -> None:
         """Wait until a prompt at the prefill workers is computed or fails, or for ``patience_seconds``."""
-        # Longest wait of a step for prefill workers, since the caller may add requests
+        # Most seconds of one wait for prefill workers: after each step, the caller may add requests
         patience_seconds = 0.05
         if self._prefills:
             self._prefills.wait(patience_seconds)

@@ -136,7 +136,7 @@ def _num_giving(chunk: np.void) -> int:
 
 
 def _parts(mini_batch: MiniBatch, index: int, position: int) -> tuple[WeighedPart, ...]:
-    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail or the whole."""
+    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail (or all)."""
     chunk, reads = mini_batch.chunks[index], mini_batch.reads
     parts = []
     if len(reads):

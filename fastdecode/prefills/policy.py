@@ -93,6 +93,6 @@ def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
     """Return a function that gives the seconds of a prompt on the S-worker.
-    The prompt's cached prefix is attended on the R-worker, which is assumed to be as fast.
+    An R-worker attends to the prompt's cached prefix. It is assumed to be as fast as the S-worker.
     """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

@@ -1,6 +1,6 @@
 """A prefill worker: the S-worker's model, and connections for prompts, keys and values.
 
-Only this file and the engine know both the S side and the R side.
+Only this file and the engine import both the S-worker's and the R-workers' code.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def place_on_ray(config: EngineConfig) -> Any:
 
 
 def with_key_of(ray_job: Any, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
-    """Return ``config`` with a temporary file of the ``RayJob``'s key, unless it has a key file.
+    """Return ``config`` with the ``RayJob``'s key in a temporary file, if prefill workers need a key file.
     ``cleanup`` removes the file.
     """
     if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:

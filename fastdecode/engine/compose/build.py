@@ -101,7 +101,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         prepare(config)
     r_cores = usable_cores()
     cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-    ray_job = None if backend else place_on_ray(config)  # refuse this before a model is loaded
+    ray_job = None if backend else place_on_ray(config)  # if this fails, no model is loaded
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
