@@ -84,7 +84,7 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """Each R-worker's spans for rows that other R-workers own, and these rows, int64 [num_rows], in the same order."""
+    """Per R-worker, spans for rows that other R-workers own, and the row numbers of these spans, int64 [num_rows]."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
@@ -145,7 +145,7 @@ def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) ->
 
 
 def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return ``spans`` and their rows, grouped by R-worker. ``workers``: the R-worker of each span.
+    """Return ``spans`` and their row numbers, grouped by R-worker. ``workers``: the R-worker of each span.
     ``firsts``: the first row of each span.
     """
     order = np.argsort(workers, kind="stable")

@@ -36,7 +36,7 @@ class Draft:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens of the sequence, without drafts."""
+        """The number of prompt and output tokens of the sequence, without drafts."""
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     @property

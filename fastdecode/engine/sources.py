@@ -1,6 +1,6 @@
 """Attention sources: the blocks of context to which each generated token attended, for requests that ask for them.
 Before a step, the rows that need sources are tapped (``tapped``): the S-worker keeps their queries in each layer. Once
-the step's tokens are sampled, R-workers share the attention of these rows among blocks of their context.
+the step's tokens are sampled, R-workers compute which share of a row's attention each block of its context has.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the folder; may be called twice. Remove the folder if this process made it and recorded nothing."""
-        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no process has taken it over
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # the folder is still ours
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:

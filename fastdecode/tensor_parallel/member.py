@@ -155,7 +155,7 @@ class Member:
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
-        """Return the sequences that each R-worker holds in all groups; free all others in this rank's group."""
+        """Return, per logical R-worker, the sequences that all groups hold; free all others in this rank's group."""
         parts = [read_held(infos) for infos in several]
         held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
         controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
