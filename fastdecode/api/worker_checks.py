@@ -136,7 +136,7 @@ def _check_memory(config: EngineSettings) -> None:
     for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
-            continue  # skip: Ray knows how much memory its nodes have
+            continue  # Ray itself checks the memory of its nodes
         if wanted is not None and wanted * times > total_memory_bytes():
             each = f" for each of {times} R-workers" if times > 1 else ""
             raise ConfigError(

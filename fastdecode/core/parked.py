@@ -40,8 +40,8 @@ def hash_after(before: bytes, token_ids: Sequence[int]) -> bytes:
 @dataclass(frozen=True)
 class ParkPlace:
     """The folder where an R-worker parks prefixes, and its limits.
-    ``most_bytes``: most bytes in ``folder``; None leaves it to the R-worker. ``after_seconds``: a prefix is parked
-    after this time without use.
+    ``most_bytes``: most bytes in ``folder``; None: the R-worker chooses. ``after_seconds``: time without use after
+    which a prefix is parked.
     """
 
     folder: Path

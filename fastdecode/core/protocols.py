@@ -251,7 +251,7 @@ class Drafter(Protocol):
 
 
 class StepTime(Protocol):
-    """The scheduler's only forecast of time."""
+    """Forecasts how long a step takes."""
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
         """Return the seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""

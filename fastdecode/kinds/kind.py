@@ -79,7 +79,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reads(self) -> int:
-        """Number of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
+        """Index of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
         return -1
 
     def reading(self, index: int) -> Self:

@@ -73,7 +73,7 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with latent absorption "r" if it is "auto" and R-workers are faster by the profile.
+    """Return ``config`` with latent absorption "r" if it is "auto" and faster on R-workers according to the profile.
     Every rank comes to the same decision.
     """
     if config.latent_absorption != "auto" or config.profile is None:
