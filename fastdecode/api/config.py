@@ -44,7 +44,7 @@ class EngineConfig(EngineSettings):
 
 
 def _check_quantization(config: EngineConfig) -> None:
-    """Raise ConfigError for a quantization that is unknown or that the device of the model lacks."""
+    """Raise ConfigError for a quantization that is unknown or that the model's device does not support."""
     if config.quantization is None:
         return
     if config.quantization not in QUANTIZATIONS:

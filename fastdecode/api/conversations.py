@@ -18,7 +18,7 @@ def without_empty_fields(message: Mapping[str, Any]) -> Message:
     """Return ``message`` without empty fields.
 
     Clients send empty fields back as they received them, and some templates only test whether a field is present. A
-    refusal becomes the content; a ``function_call`` becomes one of ``tool_calls``.
+    ``refusal`` becomes the ``content``; a ``function_call`` becomes one of the ``tool_calls``.
     """
     found = {name: value for name, value in message.items() if name in ("role", "content") or value not in (None, [])}
     refusal, call = found.pop("refusal", None), found.pop("function_call", None)
@@ -34,7 +34,7 @@ def without_empty_fields(message: Mapping[str, Any]) -> Message:
 def with_known_roles(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the role "developer" renamed to "system" if ``template`` does not know "developer".
 
-    These and the system messages at the beginning become one message, since some templates accept only one.
+    The system and developer messages at the beginning become one message, since some templates accept only one.
     """
     if "developer" in template or all(each["role"] != "developer" for each in messages):
         return list(messages)
@@ -49,7 +49,7 @@ def with_known_roles(messages: Sequence[Message], template: str) -> list[Message
 def with_known_thoughts(messages: Sequence[Message], template: str) -> list[Message]:
     """Return ``messages`` with the assistant's reasoning under the key that ``template`` reads.
 
-    Clients send it under any key of ``THOUGHTS``.
+    Clients send the reasoning under any of the keys ``THOUGHTS``.
     """
     names = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
     known = next(names, None)
@@ -72,10 +72,10 @@ def one_system_message(texts: Sequence[str]) -> list[Message]:
 
 
 def check_nothing_is_left_out(messages: Sequence[Message], text: str, render: Callable[[list[Message]], str]) -> None:
-    """Raise RequestError if the chat template dropped the text of a message, unless it is the assistant's.
+    """Raise RequestError if the chat template dropped the text of a message that is not the assistant's.
 
-    ``text`` is the rendered prompt of ``messages``. A template may rewrite a text; so ``render`` is called again with a
-    short mark in place of the text, and the mark must appear in the result.
+    ``text``: the rendered prompt of ``messages``. A template may rewrite a message's text. If the text is not found,
+    ``render`` is called with a short mark in the text's place, and the mark must appear in the result.
     """
     position = 0
     for index, message in enumerate(messages):

@@ -37,7 +37,7 @@ _ADVICE = ("gpu_memory_utilization", "numa_bind")
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
-    """Return whether ``value`` has the same meaning as leaving the field out. ``neutral``: values that do."""
+    """Return whether ``value`` means the same as leaving the field out, as each value in ``neutral`` does."""
     return value is None or value is False or value in ("", [], {}) or value in neutral
 
 

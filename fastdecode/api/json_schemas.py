@@ -46,10 +46,10 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` changed so that objects accept only listed properties, unless it explicitly allows others.
+    """Return ``schema`` changed so that objects accept only listed properties, unless ``schema`` allows others.
 
-    An object that lists none accepts any, as in xgrammar. If several schemas describe one object together, each may
-    list a part of its keys: these stay as they are.
+    An object whose schema lists no properties accepts any, as in xgrammar. Schemas that describe one object together
+    are not changed, since each may list only some of the object's properties.
     """
     shared = set(_shared_references(schema))
     found = _closed(schema, True)
@@ -61,7 +61,7 @@ def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any], closes: bool) -> dict[str, Any]:
-    """Return ``schema`` with its objects closed, itself only if ``closes``: no other schema describes its object."""
+    """Return ``schema`` with nested objects closed, and its own if ``closes``: no other schema describes it."""
     found: dict[str, Any] = {}
     alone = closes and not _is_composed(schema)
     for key, value in schema.items():

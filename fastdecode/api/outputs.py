@@ -74,9 +74,9 @@ class CompletionOutput(_Snapshot):
     """One of a request's ``n`` texts, growing or finished. This snapshot does not change as the text grows.
 
     ``finish_reason``: "stop", "length", "abort", "error", or None while it runs. ``stop_reason``: the stop string or
-    token id, None for end of text, or the reason of an error. ``tokens``, ``all_logprobs``, ``all_sources``: origins of
-    ``token_ids``, ``logprobs`` and ``attention_sources``, which are made when first read. ``text_ends``: characters
-    that could be shown after each token.
+    token id, None for end of text, or the reason of an error. ``token_ids``, ``logprobs`` and
+    ``attention_sources`` are made from ``tokens``, ``all_logprobs`` and ``all_sources`` when read. ``text_ends``: for
+    each token, the number of characters that could be shown after it.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class CompletionOutput(_Snapshot):
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends, sources)
 
     def cut(self) -> CompletionOutput:
-        """Return a copy without tokens and text. An ended completion's finish reason becomes "length"."""
+        """Return a copy without tokens and text, whose finish reason "stop" becomes "length"."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())
@@ -123,7 +123,7 @@ class CompletionOutput(_Snapshot):
     def attention_sources(self) -> tuple[tuple[AttentionSource, ...] | None, ...] | None:
         """Per token, the blocks of context with the most attention, strongest first; None if not requested.
 
-        A token's entry is None if an earlier engine made the token, or its R-worker was lost right after it.
+        A token's entry is None if an earlier engine made the token, or if an R-worker with its context was lost.
         """
         return None if self.all_sources is None else tuple(self.all_sources)
 

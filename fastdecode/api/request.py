@@ -143,7 +143,7 @@ class Request:
         return self.params.prompt_logprobs or 0
 
     def take_prompt_scores(self, scores: PromptScores) -> None:
-        """Store the log-probabilities of prompt tokens from one step. They replace earlier ones of the same tokens."""
+        """Store one step's log-probabilities of prompt tokens, replacing earlier values at the same positions."""
         stream = self.completions[0].text
         text = stream.decode_one if stream else lambda token: None
         if self.prompt_logprobs is not None:
@@ -240,7 +240,7 @@ def _text_stream(tokenizer: Tokenizer | None, params: SamplingParams, prompt_tok
 
 
 class InFlight:
-    """All waiting and running requests, by id and by sequence id. ``asking``: sequences with attention sources."""
+    """All waiting and running requests, by id and by sequence id. ``asking``: sequences that need attention sources."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -280,7 +280,7 @@ class InFlight:
     def family(self, sequence_id: int) -> tuple[Request, list[Completion]]:
         """Return the sequence's request, and the completions that sample a next token from the sequence's logits.
 
-        Before the sequence forks, these are all completions that still share its prompt; later, only its own.
+        Before the sequence forks, these are all completions that share its prompt; later, only the sequence's own.
         """
         request, completion = self._growing[sequence_id]
         siblings = completion.sequence.siblings

@@ -175,7 +175,7 @@ class SamplingParams:
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, wanted))
         shown = _token_ids("shown_special_token_ids", self.shown_special_token_ids, wanted)
         self._set("shown_special_token_ids", shown)
-        if self.allowed_token_ids in ([], set()):  # but accept (), as None is stored
+        if self.allowed_token_ids in ([], set()):  # () is accepted, since None is stored as ()
             raise _refusal("allowed_token_ids", self.allowed_token_ids, f"{wanted}, not an empty one, or None")
         self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids, wanted))
         self._set("logit_bias", _bias(self.logit_bias))

@@ -32,7 +32,7 @@ def setting(
     most: int | None = None,
     also: tuple[str, ...] = (),
 ) -> Any:
-    """Return a dataclass field with the data of its flag and its check.
+    """Return a dataclass field that carries its flag's text and its check's bounds.
 
     ``text``: the flag's help, to which the default is appended, or ``unset`` if given. ``check_settings`` checks
     ``choices``, ``least`` and ``most``; None means "choose for me" and passes. ``also``: more names of the flag.
@@ -71,7 +71,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 def parse_kv_cache_memory(value: int | str) -> int:
     """Return an R-worker's KV cache size ``value`` in bytes. Raise ConfigError if the user forgot the unit."""
     size = parse_bytes("kv_cache_memory", value)
-    # Fewest bytes of an R-worker's KV cache; a smaller number lacks its unit
+    # Fewest bytes of an R-worker's KV cache: for a smaller number, the user forgot the unit
     least_kv_cache_bytes = 1000
     if size < least_kv_cache_bytes:
         raise ConfigError(
@@ -103,7 +103,7 @@ def parse_park(folder: str | None, after_seconds: float | None, most_bytes: int 
 def parse_lora_modules(values: Sequence[str]) -> tuple[str, str] | None:
     """Return the name and the folder of the one LoRA adapter that ``values`` names.
 
-    Each is "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON. Raise ConfigError for other forms.
+    Each value is "NAME=FOLDER" or vLLM's {"name": NAME, "path": FOLDER} as JSON. Raise ConfigError for other forms.
     """
     if len(values) > 1:
         raise ConfigError(

@@ -16,7 +16,7 @@ LONG_TEXT_BYTES = 1 << 16
 class TextBound:
     """An upper bound on the text that one token stands for, to refuse long texts before tokenizing them.
 
-    ``bytes_per_token``: UTF-8 bytes. ``dropped``: bytes that do not count, since no token stands for them.
+    ``bytes_per_token``: UTF-8 bytes. ``dropped``: bytes that do not count, because no token stands for them.
     """
 
     bytes_per_token: int

@@ -36,7 +36,7 @@ def _check_tensor_parallel(config: EngineSettings) -> None:
 
 
 def _check_r_workers(config: EngineSettings) -> None:
-    """Raise ConfigError for local resources of remote R-workers, and for remote R-workers without a key file."""
+    """Raise ConfigError if settings give local resources to remote R-workers, or lack a key file for them."""
     spec = config.r_worker_spec
     check_key("r_workers", [split_address("r_workers", each)[0] for each in spec.addresses], config.key_file)
     for name in ("kv_cache_memory", "r_threads", "r_cores", "park_dir"):
@@ -89,7 +89,7 @@ def _check_ray(config: EngineSettings) -> None:
 
 
 def _check_prefill_workers(config: EngineSettings) -> None:
-    """Raise ConfigError for local resources of remote prefill workers, and for remote ones without a key file."""
+    """Raise ConfigError if settings give local cores to remote prefill workers, or lack a key file for them."""
     spec = config.prefill_worker_spec
     for name in ("prefill_threads", "prefill_cores"):
         if getattr(config, name) is not None and (spec is None or spec.kind != "spawn"):
@@ -101,7 +101,7 @@ def _check_prefill_workers(config: EngineSettings) -> None:
 
 
 def _check_session(config: EngineSettings) -> None:
-    """Raise ConfigError for ``session`` with settings under which nothing can outlive the S-worker."""
+    """Raise ConfigError if a setting for sessions, standbys or journals lacks another setting that it needs."""
     if config.session is not None and not (0 < len(config.session) <= MAX_SESSION and config.session.isprintable()):
         raise ConfigError(f"session must be a name of at most {MAX_SESSION} characters, not {config.session!r:.80}")
     if config.session is not None and config.r_worker_spec.kind != "tcp":
@@ -136,7 +136,7 @@ def _check_memory(config: EngineSettings) -> None:
     for name, times in (("kv_cache_memory", config.num_r_workers), ("prefill_scratch", 1), ("state_memory", 1)):
         wanted = config.bytes_of(name)
         if name == "kv_cache_memory" and config.r_worker_spec.kind == "ray":
-            continue  # skip: Ray knows how much memory its nodes have
+            continue  # Ray itself checks the memory of its nodes
         if wanted is not None and wanted * times > total_memory_bytes():
             each = f" for each of {times} R-workers" if times > 1 else ""
             raise ConfigError(

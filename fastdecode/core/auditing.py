@@ -15,8 +15,8 @@ from fastdecode.kinds.layout import KVLayout
 
 class AuditMode(IntEnum):
     """The work of an R-worker on an audited row.
-    CHECK: compare blocks with their checksums, which every other mode also does. ATTEND, PARTIAL, READ: attend again,
-    as in a span of that SpanMode. ROWS: return keys and values of one layer.
+    CHECK: compare blocks with their checksums; all other modes do so too. ATTEND, PARTIAL, READ: attend again, as for a
+    span in that SpanMode. ROWS: return keys and values of one layer.
     """
 
     CHECK = 0
@@ -34,8 +34,8 @@ class AuditMode(IntEnum):
 @dataclass(frozen=True, eq=False)
 class AuditQuestion:
     """A question about one row in one layer of an R-worker's sequence ``sequence_id``.
-    ``position``: the row's position in that sequence, or segment. ``num_tokens``: tokens stored, with the tokens of the
-    open step. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
+    ``position``: the row's position in that sequence, which may be a segment. ``num_tokens``: tokens stored in it,
+    including the open step's. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
     """
 
     mode: AuditMode
@@ -57,7 +57,7 @@ class AuditAnswer:
 
 
 def num_nodes(num_tokens: int) -> int:
-    """Return the number of partial results of one row in the last segment, which has ``num_tokens`` tokens."""
+    """Return the number of partial results of one row that attends to a last segment of ``num_tokens`` tokens."""
     return (-(-num_tokens // SPLIT_TOKENS)).bit_count()
 
 

@@ -42,7 +42,7 @@ def _limit(folder: Path) -> int | None:
     """
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
-    # A limit of this many bytes or more counts as none: cgroup version 1 writes the largest multiple of a page
+    # A limit of this many bytes or more means no limit, for which cgroup version 1 writes a number near 2**63
     unlimited = 1 << 60
     return min((limit for limit in found if limit is not None and limit < unlimited), default=None)
 

@@ -57,7 +57,7 @@ class WorkerLostError(BackendError):
 
 
 class DamagedError(WorkerLostError):
-    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. It counts as lost."""
+    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. The R-worker is lost."""
 
 
 class NoRWorkerError(WorkerLostError):
@@ -90,7 +90,7 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, Any]] = []
-    # signal.signal looks up an enum name for each handler, which takes twenty times as long
+    # not signal.signal, which takes twenty times as long, since it looks up an enum name for each handler
     handler = _signal.signal(_signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield

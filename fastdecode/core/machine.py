@@ -40,7 +40,7 @@ def force_to_disk(descriptor: int) -> None:
 
 def advise_cache(descriptor: int, advice: str) -> None:
     """Tell the page cache how the file ``descriptor`` will be read; do nothing on systems without such advice.
-    ``advice``: the rest of the constant's name after POSIX_FADV_.
+    ``advice``: the name of a POSIX_FADV_ constant without this prefix.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, getattr(os, f"POSIX_FADV_{advice}"))

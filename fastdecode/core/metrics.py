@@ -1,4 +1,4 @@
-"""Durations of a step on each side: the S-worker's clock, the record of one step, and the trace of all steps."""
+"""Durations of a step on S-worker and R-workers: the S-worker's clock, records of steps, a trace of all steps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PoolChanges:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step's times and counts. ``wall_seconds`` is the sum of s, wait and host seconds.
+    """One step's times and counts. ``wall_seconds`` is ``s_seconds`` + ``wait_seconds`` + ``host_seconds``.
     ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker; lost R-workers
     keep their entry until another takes the index. ``num_starts``: requests that started for the first time.
     ``num_prompt_tokens``: prompt tokens among ``num_tokens``. ``pool``: the pool after the step.
@@ -131,7 +131,7 @@ class StepRecord:
 
     @property
     def kv_load(self) -> int:
-        """Attended KV tokens over all R-workers."""
+        """The number of KV tokens that all R-workers together attended to."""
         return sum(self.kv_loads)
 
 

@@ -1,4 +1,4 @@
-"""Parts that only some settings need, by name. A process imports such a part once its settings ask for the part."""
+"""Modules that only some settings need, by name. A process imports such a module once its settings need it."""
 
 from __future__ import annotations
 

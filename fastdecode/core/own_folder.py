@@ -23,7 +23,7 @@ def made_here(folder: Path) -> bool:
 def leave_folder(folder: Path, *files: str) -> None:
     """Remove ``folder`` and its parents if this process made them and they hold nothing but ``files``.
 
-    The caller must keep others from writing there meanwhile.
+    The caller must keep other processes from writing to ``folder`` during the call.
     """
     with contextlib.suppress(OSError):
         if not made_here(folder) or {each.name for each in folder.iterdir()} - set(files):

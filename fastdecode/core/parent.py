@@ -17,7 +17,7 @@ def parent_flags() -> list[str]:
 
 def die_with(parent: int) -> None:
     """Kill this process when process ``parent`` ends. Raise BackendError if ``parent`` has already ended.
-    A thread watches the parent. Linux's own signal comes already when the parent's starting thread ends.
+    A thread watches the parent. Linux's parent-death signal would come when the thread that started this process ends.
     """
     try:
         watched = os.pidfd_open(parent)

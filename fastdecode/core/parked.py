@@ -23,12 +23,12 @@ MARK_BYTES = 16
 
 
 def num_pieces(num_blocks: int, block_size: int) -> int:
-    """Return the number of pieces that ``num_blocks`` blocks are written in."""
+    """Return the number of pieces of ``PIECE_TOKENS`` tokens in which ``num_blocks`` blocks are written."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
 
 
 def num_marks(num_blocks: int, block_size: int, rest: int = 0) -> int:
-    """Return the number of marks of a chain of ``num_blocks`` blocks and ``rest`` more tokens."""
+    """Return the number of hashes in ``Chain.marks`` for ``num_blocks`` blocks and ``rest`` more tokens."""
     return num_pieces(num_blocks, block_size) + (rest > 0)
 
 
@@ -40,8 +40,8 @@ def hash_after(before: bytes, token_ids: Sequence[int]) -> bytes:
 @dataclass(frozen=True)
 class ParkPlace:
     """The folder where an R-worker parks prefixes, and its limits.
-    ``most_bytes``: most bytes in ``folder``; None leaves it to the R-worker. ``after_seconds``: a prefix is parked
-    after this time without use.
+    ``most_bytes``: most bytes in ``folder``; None: the R-worker chooses. ``after_seconds``: time without use after
+    which a prefix is parked.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class ParkPlace:
     after_seconds: float = PARK_AFTER
 
     def of(self, index: int) -> ParkPlace:
-        """Return the place in a subfolder for R-worker ``index``, one of several on this machine."""
+        """Return this place with a subfolder for R-worker ``index``, one of several on this machine."""
         return replace(self, folder=self.folder / f"r-worker-{index}")
 
     def flags(self) -> list[str]:
@@ -60,7 +60,7 @@ class ParkPlace:
 
 class Chain(NamedTuple):
     """A parked prefix of ``num_blocks`` blocks and, if layers are recurrent, ``rest`` tokens after them.
-    ``marks``: the hash at the end of each piece, and of the rest; the last names the chain.
+    ``marks``: the hash of all tokens up to the end of each piece, and of ``rest`` if any; the last names the chain.
     """
 
     num_blocks: int
@@ -127,6 +127,6 @@ class Parks(Protocol):
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
         """Load the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
-        The blocks end at the end of a piece. A chain with states is loaded whole, with its rest. If loading FAILED part
-        way, the sequence has the tokens loaded until then and must be released.
+        The last of these blocks must end a piece. A chain with recurrent states is loaded whole, with its ``rest``. If
+        loading FAILED midway, the sequence has the tokens loaded before the failure and must be released.
         """

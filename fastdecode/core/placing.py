@@ -51,8 +51,8 @@ class AskedPlacing:
 
     @staticmethod
     def of(settings: Any) -> AskedPlacing:
-        """Return the placing that ``settings``, an object with these attributes, asks for.
-        If it has no schedule, the default is used.
+        """Return the placing that ``settings`` asks for, an object with the attributes of this class.
+        If ``settings`` has no ``schedule``, the default schedule is used.
         """
         schedule = getattr(settings, "schedule", AskedPlacing.schedule)
         return AskedPlacing(settings.kv_shard_tokens, settings.kv_replicas, schedule)
@@ -127,8 +127,8 @@ def choose_range_tokens(
     balanced_kv_tokens: int | None,
     chunk_tokens: int = 1,
 ) -> int | None:
-    """Return the tokens of a segment if the user leaves them open; None if sequences need not, or cannot, be cut.
-    They need not be cut if every R-worker holds a longest sequence, and reads it in less time than the S-part takes.
+    """Return the number of tokens per segment to choose; None if sequences need not, or cannot, be cut.
+    They need not be cut if every R-worker can hold ``longest`` tokens, and attends to them while the S-worker computes.
     They cannot be cut if even the smallest segments do not fit the R-workers. ``balanced_kv_tokens``: KV tokens that an
     R-worker attends while the S-worker computes, if known. A segment is a multiple of ``chunk_tokens``.
     """
@@ -168,9 +168,9 @@ def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
 
 
 def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return how many segments of size ``whole`` all R-workers hold, if one of size ``other`` is on a given R-worker.
+    """Return how many segments of size ``whole`` fit the pool beside one of size ``other`` on R-worker i, for each i.
     The result is [num_workers], -1 where ``other`` does not fit. The order in which segments are placed does not
-    matter, since as many always fit. ``left``: free room, [num_workers, entries of a size].
+    change the result. ``left``: free room, [num_workers, entries of a size].
     """
     slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
     beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)

@@ -58,7 +58,7 @@ class AttentionBackend(Protocol):
         """Commit the rows of the step, so that they count as cached; return the R-workers' reports."""
 
     def abandon_step(self) -> None:
-        """Drop the rows of the open step: lengths and blocks are as after ``begin_step``'s controls.
+        """Drop the rows of the open step; sequences are as they were after the controls of ``begin_step``.
         Do nothing if no step is open, so that this call can follow any failure.
         """
 
@@ -101,13 +101,13 @@ class RanksBackend(AttentionBackend, Protocol):
         """This rank's own R-workers."""
 
     def parks(self, own: Parks) -> Parks:
-        """Return the access to the disks of all ranks' R-workers; ``own``: to those of this rank."""
+        """Return the access to the disks of all ranks' R-workers; ``own``: the access to this rank's disks."""
 
     def begin_prompts(self, num_tokens: int) -> None:
-        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""
+        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens. Steps may follow."""
 
     def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> AbstractContextManager[None]:
-        """Return a context in which all ranks compute the layers of ``step``, by the part of the model named ``by``."""
+        """Return a context in which all ranks compute the layers of ``step``. ``by``: "model" or "first layers"."""
 
     def forget(self, sequence_id: int) -> None:
         """Free the keys and values that all ranks keep for the aborted prompt of sequence ``sequence_id``."""
@@ -210,9 +210,9 @@ class DraftPolicy(Protocol):
 class DraftRequest(NamedTuple):
     """A decoding sequence that gets ``num_drafts`` draft tokens, at least one.
 
-    R-worker ``worker`` holds its tail as sequence ``cache_id``: of its ``num_cached`` tokens (all but the last) those
-    from ``base`` on. ``reads``: worker, range id and start of the closed ranges before it, in order. ``sampling``: the
-    sampler's input for the next token (``SamplingRow``).
+    ``num_cached``: its cached tokens, all but the last. R-worker ``worker`` holds those from ``base`` on, the tail, as
+    ``cache_id``. ``reads``: worker, range id and start of the closed ranges before the tail, in order. ``sampling``:
+    the sampler's input for the next token (``SamplingRow``).
     """
 
     sequence_id: int
@@ -251,7 +251,7 @@ class Drafter(Protocol):
 
 
 class StepTime(Protocol):
-    """The scheduler's only forecast of time."""
+    """Forecasts how long a step takes."""
 
     def __call__(self, tokens: int, kv_tokens: int) -> float:
         """Return the seconds of a step that computes ``tokens`` rows and attends over ``kv_tokens`` cached tokens."""

@@ -90,8 +90,8 @@ def _covered(places: tuple[StoredAt, ...], start: int) -> int:
 @dataclass(frozen=True, eq=False)
 class Prefilled:
     """A prompt that prefill workers have computed and R-workers have stored.
-    ``logits``: of its last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: of its
-    slowest part. Bytes of keys and values: ``sent_bytes`` between prefill workers, ``stored_bytes`` to R-workers,
+    ``logits``: the last token's, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: the slowest
+    part's time. Bytes of keys and values: ``sent_bytes`` between prefill workers, ``stored_bytes`` to R-workers,
     counting each copy, ``read_bytes`` of its prefix from R-workers. ``missed``: tickets of R-workers that could not be
     reached, so that they lack tokens.
     """

@@ -27,7 +27,7 @@ from fastdecode.core.types import (
 def plan_mini_batch(
     chunks: np.ndarray, reads: np.ndarray, num_workers: int
 ) -> tuple[tuple[np.ndarray, ...], MiniBatchRoutes]:
-    """Return each R-worker's SPAN [num_spans] of a mini-batch, and the routes of the mini-batch's rows.
+    """Return each R-worker's SPAN records of a mini-batch, and the routes of the mini-batch's rows.
     ``chunks`` and ``reads``: CHUNK and READ records in the order of a ``MiniBatch``.
     """
     bounds = np.searchsorted(chunks["worker"], np.arange(num_workers + 1))
@@ -55,7 +55,7 @@ def plan_mini_batch(
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
     """Return the routes of every mini-batch, where rows are in the order of the R-workers' spans.
-    Raise BackendError for READ and PARTIAL spans, which do not say whose rows they are.
+    Raise BackendError for READ and PARTIAL spans, which do not say which rows they belong to.
     """
     routes = []
     for spans in zip(*(each.mini_batches for each in workers), strict=True):
@@ -84,7 +84,7 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """Each R-worker's spans for rows that other R-workers own, and these rows, int64 [num_rows], in the same order."""
+    """Per R-worker, spans for rows that other R-workers own, and the row numbers of these spans, int64 [num_rows]."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
@@ -100,7 +100,7 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Return the route of each R-worker for the rows that it stores, which are slices.
+    """Return the route of each R-worker for the rows that it stores. Its rows are slices.
     ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: some chunk is the tail of a
     sequence with several segments.
     """
@@ -145,7 +145,7 @@ def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) ->
 
 
 def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return ``spans`` and their rows, grouped by R-worker. ``workers``: the R-worker of each span.
+    """Return ``spans`` and their row numbers, grouped by R-worker. ``workers``: the R-worker of each span.
     ``firsts``: the first row of each span.
     """
     order = np.argsort(workers, kind="stable")

@@ -13,8 +13,8 @@ COUNTED_BLOCKS = 1
 @dataclass(frozen=True)
 class StateRoom:
     """Room on the S-worker for ``num_states`` recurrent states of ``state_bytes`` bytes each.
-    ``in_flight``: most states of sequences in flight; the rest may be kept for prefixes. A sequence has one more state
-    while it moves between R-workers.
+    ``in_flight``: most states of sequences in flight; all other states may be kept for prefixes. A
+    sequence has one more state while it moves between R-workers.
     """
 
     num_states: int

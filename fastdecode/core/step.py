@@ -130,7 +130,7 @@ class MiniBatch:
         return MiniBatch(chunks, self.token_ids.take(rows), reads)
 
     def _reads_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the READ records of the chunks with indices ``places``, renumbered."""
+        """Return the READ records of the chunks ``places``, with each chunk numbered by its index in ``places``."""
         new = np.full(len(self.chunks), -1)
         new[places] = np.arange(len(places))
         reads = self.reads.copy()

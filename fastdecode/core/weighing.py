@@ -1,4 +1,4 @@
-"""The attention of one query, shared among blocks of its context: requests to R-workers, and answers for users."""
+"""How a query's attention is divided among the blocks of its context: requests to R-workers, and answers for users."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeighedPart:
 
 @dataclass(frozen=True)
 class WeighedRow:
-    """Row ``row`` of a mini-batch of the open step, whose attention is shared among blocks of ``block`` tokens.
+    """Row ``row`` of a mini-batch of the open step, whose attention is to be divided among blocks of ``block`` tokens.
     ``layers``: in ascending order, with the index layers that they use. ``parts``: the row's whole context, in order.
     """
 

@@ -78,8 +78,8 @@ class DraftCache:
 
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
         """Reserve blocks for ``num_tokens`` tokens of a sequence; return False if too few blocks are free.
-        If the cache is full, drop sequences that are not ``in_use``, least recently used first. If this sequence has
-        cached tokens, then drop the sequences ``after``, the last one first.
+        If the cache is full, drop sequences that are not ``in_use``, least recently used first. If too few
+        blocks are free even then, and this sequence has cached tokens, drop those ``after`` it, the last one first.
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
@@ -105,8 +105,8 @@ class DraftCache:
 
 class DraftModelDrafter:
     """Runs a draft model over prompts and outputs, then over its own drafts. Its R-worker is in this process.
-    It computes at most ``most_rows`` prompt and output tokens per step. It drafts for a sequence once all of them are
-    cached. ``cache``: the count of the R-worker's blocks.
+    It computes at most ``most_rows`` prompt and output tokens per step. It drafts for a sequence once all
+    its tokens are cached. ``cache``: the tokens and blocks that the R-worker holds for each sequence.
     """
 
     def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:

@@ -36,7 +36,7 @@ class Draft:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens of the sequence, without drafts."""
+        """The number of prompt and output tokens of the sequence, without drafts."""
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     @property
@@ -73,7 +73,7 @@ class EarlyExitDrafter:
     """Drafts with the model's own first layers, norm and head.
     Keys and values of those layers are the model's own. Each pass is a step in which R-workers see only the first
     layers. The pass is abandoned afterwards, so that it leaves no tokens in the cache. A pass recomputes the last token
-    and all earlier drafts, over one read of the cache.
+    and all earlier drafts, for which R-workers read the cache once.
     """
 
     def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:

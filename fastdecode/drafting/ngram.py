@@ -59,9 +59,9 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     wraps around to its own start. The result is empty if no match has ``least`` tokens.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
-    # Earlier occurrences are compared by 64 tokens; the longest match with the last tokens wins
+    # At each earlier occurrence, ``look_back`` tokens are compared with the last ones; the longest match wins
     agreeing, look_back = 1, max(most, 64)
-    # While there are more than ``few`` occurrences, only those that match in up to ``close`` tokens stay
+    # While more than ``few`` occurrences are left, one more token must match, up to ``close`` or ``least`` tokens
     few = 32
     close = 8
     while len(places) > few and agreeing < max(least, close):

@@ -1,4 +1,4 @@
-"""The cycle's companion that drafts between two steps."""
+"""Drafts tokens between two steps of the engine's cycle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # only if no time of these passes went to computing prompts
+        if policy and len(proposed) == len(wanted):  # otherwise, some passes may have computed prompts
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:

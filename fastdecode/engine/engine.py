@@ -165,7 +165,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Evict every retained prefix, for instance after the weights changed; running requests continue.
 
-        Only another engine finds parked prefixes again.
+        This engine no longer finds prefixes parked before; a later engine does.
         """
         if self.parking:
             self.parking.renew(self.scheduler, f"{self.s_model.kv_identity} {secrets.token_hex(16)}")
@@ -193,7 +193,7 @@ class LLMEngine:
             logger.warning("%s: waiting for one, %g s at most", error, seconds)
 
     def _has_come(self) -> bool:
-        """Return whether an R-worker has joined. It is added before the loss of the others is handled."""
+        """Add R-workers that have joined, then handle the loss of the others; return whether one has joined."""
         with interrupts_deferred():
             if self.membership.admit(self.cycle):
                 self.trouble = ""

@@ -143,9 +143,9 @@ class LiveRequests:
 
 class LiveWorld:
     """The ``World`` of an engine.
-    ``overlap``: mini-batches take turns, so that S-worker and R-workers compute at once; False only to measure the
-    gain. ``tracer``: records the busy intervals of every side; None without a trace. ``clock`` then records intervals
-    too.
+    ``overlap``: mini-batches alternate, so that S-worker and R-workers compute at once; False only to measure the gain.
+    ``tracer``: records the busy intervals of S-worker and R-workers; None without a trace. ``clock`` records intervals
+    only with a tracer.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class LiveWorld:
 
     def wait(self) -> None:
         """Wait until a prompt at the prefill workers is computed or fails, or for ``patience_seconds``."""
-        # Longest wait of a step for prefill workers, since the caller may add requests
+        # Most seconds of one wait for prefill workers: after each step, the caller may add requests
         patience_seconds = 0.05
         if self._prefills:
             self._prefills.wait(patience_seconds)
@@ -244,7 +244,7 @@ class LiveWorld:
         return step_record(step, report, seconds, num_output_tokens, self.overlap, pool)
 
     def start_tracing(self) -> Tracer:
-        """Start to record the busy intervals of every side; return the tracer."""
+        """Start to record the busy intervals of S-worker and R-workers; return the tracer."""
         self.tracer = self.tracer or Tracer()
         self.clock.recording = True
         return self.tracer

@@ -1,6 +1,6 @@
 """Attention sources: the blocks of context to which each generated token attended, for requests that ask for them.
 Before a step, the rows that need sources are tapped (``tapped``): the S-worker keeps their queries in each layer. Once
-the step's tokens are sampled, R-workers share the attention of these rows among blocks of their context.
+the step's tokens are sampled, R-workers compute which share of a row's attention each block of its context has.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _num_giving(chunk: np.void) -> int:
 
 
 def _parts(mini_batch: MiniBatch, index: int, position: int) -> tuple[WeighedPart, ...]:
-    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail or the whole."""
+    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail (or all)."""
     chunk, reads = mini_batch.chunks[index], mini_batch.reads
     parts = []
     if len(reads):

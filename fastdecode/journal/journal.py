@@ -31,7 +31,7 @@ def next_run(folder: str | None) -> Run:
 class Journal:
     """The journal of an engine without a journal file: it knows no earlier requests and writes nothing.
     ``num_bytes``: size of the file. ``write_seconds``: seconds that steps have waited for writes. ``before``: name of
-    the run that wrote the journal found; "" if it has another model. ``was_found``: whether a journal was found.
+    the run that wrote the journal found; "" if that run had another model. ``was_found``: whether a journal was found.
     ``records``: whether the journal writes.
     ``kept``: the data given to ``keep``, by name, oldest first.
     """

@@ -22,7 +22,7 @@ Ended = tuple[str, int | str | None]
 @dataclass
 class Sample:
     """One output of a request: tokens, log-probabilities if requested, and how it ended.
-    ``reached``: number of tokens that R-workers have cached, if recorded since the output's last token; else None.
+    ``reached``: number of tokens that R-workers have cached, if recorded after the output's last token; else None.
     ``names``: the cache ids, besides the sequence id, under which R-workers may have cached these tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Places where a journal is kept: a local folder here, R-workers' memory in ``fastdecode.cluster.pool``."""
+"""The places that can keep a journal: here, a local folder; in ``fastdecode.cluster.pool``, R-workers' memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the folder; may be called twice. Remove the folder if this process made it and recorded nothing."""
-        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # no process has taken it over
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # the folder is still ours
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:
@@ -133,7 +133,7 @@ def _locked(path: Path, takes_over: bool) -> int:
             path.unlink()
             return _locked(path, takes_over=False)
         raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
-    if not os.fstat(fd).st_nlink:  # a refused run has removed its folder since
+    if not os.fstat(fd).st_nlink:  # another run removed the folder after ``path`` was opened
         os.close(fd)
         make_folder(path.parent)
         return _locked(path, takes_over)

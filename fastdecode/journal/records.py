@@ -2,7 +2,7 @@
 
 A file is ``MAGIC`` and then records. Each record has a head and a body in MessagePack. The head has the length of the
 body, and a CRC-32 of length and body, continued from the previous record. An interrupted write, a flipped bit, or bytes
-of another file end the chain. A reader keeps the complete steps before that place, and ignores what follows it.
+of another file end the chain. A reader keeps the complete steps before the chain's end, and ignores what follows.
 """
 
 from __future__ import annotations

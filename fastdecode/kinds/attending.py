@@ -15,9 +15,9 @@ class Attending(LayerKind, frozen=True):
     """Shape and scoring rule of a layer that attends.
 
     ``window``: the tokens that a query sees, itself included; 0 means all. If ``chunked``, it is the length of chunks,
-    and a query sees its own chunk up to itself. ``soft_cap``: 0 for none. ``sinks``: one extra logit per query head, or
-    empty. ``alibi_slopes``: one slope per query head, or empty; a scaled and capped score gains slope · (position of
-    the key - position of the query). ``picked_by``: the index layer that picks the tokens its queries see; -1 if they
+    and a query sees its chunk up to its own token. ``soft_cap``: 0 for none. ``sinks``: an extra logit per query head,
+    or empty. ``alibi_slopes``: one slope per query head, or empty; a scaled and capped score gains slope · (position of
+    the key - position of the query). ``picked_by``: the index layer that picks the tokens that queries see; -1 if they
     see all.
     """
 

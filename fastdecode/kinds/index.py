@@ -15,11 +15,11 @@ class Index(LayerKind, frozen=True, tag="index"):
     """A layer that caches index keys, one head per token, and whose o has no meaning.
 
     Each query picks the tokens seen by the layers that name it as ``picked_by``. It picks at most ``picks`` tokens, by
-    the sum of relu(scale · q · k) · weight over its heads. A weight is a float32 in the place of two more elements of
-    q. With ``pick_block``, each head picks ``picks`` blocks of so many tokens for the KV head of its number, by its
-    largest q · k in each. The query's own block and those before it, ``pick_local`` blocks in all, come first. For a
-    sequence in ranges, each R-worker answers with the ranks of its best. The S-worker tells it before the next layer
-    which of these are the best of all (``PoolWorker.share``).
+    the sum of relu(scale · q · k) · weight over its heads. Two more elements of q hold a head's weight as a float32.
+    With ``pick_block``, head i picks ``picks`` blocks of ``pick_block`` tokens for KV head i, by the largest q · k in
+    each block. The last ``pick_local`` blocks up to the query's own come first. For a sequence in ranges, each R-worker
+    answers with the scores of its best tokens or blocks. Before the next layer, the S-worker tells each R-worker how
+    many of its best are picked (``PoolWorker.share``).
     """
 
     kind = "index"

@@ -1,6 +1,6 @@
 """The base of all kinds of layers: what the other packages ask of a layer, whatever its kind.
 
-A kind is one frozen msgspec struct. It is the layout that both sides agree on, and the message that carries it. The C++
+A kind is one frozen msgspec struct. Encoded, it is the message that describes the layer to R-workers. The C++
 R-worker reads its fields by name (rworker_cpp/include/rworker/kinds).
 """
 
@@ -79,7 +79,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reads(self) -> int:
-        """Number of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
+        """Index of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
         return -1
 
     def reading(self, index: int) -> Self:

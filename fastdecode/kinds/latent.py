@@ -35,8 +35,8 @@ class Latent(Attending, frozen=True, tag="latent"):
     """A layer that caches one row per token and KV head, the key.
 
     Its first ``value_head_dim`` elements are the value. Caches of int8 and int4 store codes of the values, and 16 bits
-    of the keys' other elements. ``absorption`` is None if the S-worker absorbs its queries and expands its outputs. It
-    changes no row of the cache.
+    of the keys' other elements. ``absorption`` is None if the S-worker absorbs queries and expands outputs. Cached
+    rows are the same in both cases.
     """
 
     kind = "latent"

@@ -72,7 +72,7 @@ class KVLayout:
     def cannot(self, way: Way) -> str | None:
         """Return why this model does not support the feature ``way``; None if it does.
 
-        A model does not support it if one of its layers does not, or if its layers together leave nothing to do.
+        The reason is that of one layer, or a reason of all layers together, for instance that none attends.
         """
         own = next((reason for layer in self.layers if (reason := layer.cannot(way))), None)
         return own or self._cannot_together(way)

@@ -35,7 +35,7 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
 
     ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence per
     channel. ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1 for an "lru").
-    ``taps``: tokens of the convolution before the recurrence. ``decays`` of a head: 1, or one per key dim. ``silu``:
+    ``taps``: tokens of the convolution before the recurrence. ``decays``: per head, 1, or one per key dim. ``silu``:
     after the convolution. ``norm``: queries and keys have length 1. ``row_elements``: elements of a payload row in the
     model's dtype, with float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors``: float32 as
     bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads, value_dim]

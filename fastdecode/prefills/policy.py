@@ -36,12 +36,12 @@ def make_prefill_policy(
 ) -> PrefillPolicy:
     """Return the policy that assigns prompts to ``num_workers`` prefill workers or the S-worker.
 
-    ``cache_maker``: given a number of tokens, returns what makes caches of that size on the S-worker's threads.
+    ``cache_maker``: for a number of tokens, returns a function that makes caches on the S-worker's threads.
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, cache_maker(2 * TIMED_ROWS))
     profile = load_profile(config.profile) if config.profile else None
-    # The assumed link from R-workers to prefill workers without a measured profile. With it, a few tokens after a long
-    # prefix stay with the S-worker, whose R-worker has that prefix.
+    # The link assumed from R-workers to prefill workers if no profile has measured one. At this speed, the S-worker
+    # itself computes a few tokens after a long prefix, since an R-worker already has that prefix.
     unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
@@ -93,6 +93,6 @@ def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
     """Return a function that gives the seconds of a prompt on the S-worker.
-    The prompt's cached prefix is attended on the R-worker, which is assumed to be as fast.
+    An R-worker attends to the prompt's cached prefix. It is assumed to be as fast as the S-worker.
     """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

@@ -1,6 +1,6 @@
 """A prefill worker: the S-worker's model, and connections for prompts, keys and values.
 
-Only this file and the engine know both the S side and the R side.
+Only this file and the engine import both the S-worker's and the R-workers' code.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PrefillWorker:
 
     def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
         """Return attention and states for ``job``, with keys and values in the R-workers' format.
-        Use torch on a GPU, and for method "tsp", which stands for systems that cannot use causality.
+        Use torch on a GPU, and for method "tsp", which imitates systems that cannot skip later tokens.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
         if self._means is None or self._attends_as != wanted:

@@ -13,7 +13,7 @@ Parts = Sequence[Mapping[int, HeldSequence]]
 
 
 def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence]]:
-    """Return the ``Parts`` of one R-worker from the ranks' descriptions, each ``asdict`` of an ``RWorkerInfo``."""
+    """Return the ``Parts`` of one logical R-worker. ``infos``: each rank's ``RWorkerInfo`` of it, as a dictionary."""
     return [
         {each["cache_id"]: HeldSequence(each["cache_id"], each["num_tokens"], tuple(each["blocks"])) for each in held}
         for held in (info["held"] for info in infos)

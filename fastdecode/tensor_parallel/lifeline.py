@@ -64,8 +64,8 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        # Seconds that rank 0 may take to end normally once a rank is lost, even on a busy machine. After them it is
-        # ended, since it may wait for ever within a layer.
+        # Seconds that rank 0 may take to end normally once a rank is lost, even on a busy machine. Then this
+        # thread ends rank 0, which may wait for ever within a layer.
         first_ending_seconds = 20.0
         time.sleep(first_ending_seconds)
         if not self._closed:

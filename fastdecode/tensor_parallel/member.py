@@ -92,7 +92,7 @@ class Member:
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        # clocks of one machine differ by less than 1 s
+        # ranks of one machine share a clock: less than 1 s is only a message's delay
         ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
@@ -103,7 +103,7 @@ class Member:
         return report
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """Return each row's block weights as the mean over the heads of all groups; None if a group lost the row."""
+        """Return each row's block weights as the mean over the heads of all groups; None if a group has none."""
 
         def weigh() -> Message:
             found = self.pool.weigh(rows, queries)
@@ -155,7 +155,7 @@ class Member:
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
-        """Return the sequences that each R-worker holds in all groups; free all others in this rank's group."""
+        """Return, per logical R-worker, the sequences that all groups hold; free all others in this rank's group."""
         parts = [read_held(infos) for infos in several]
         held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
         controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
@@ -186,7 +186,7 @@ class Member:
 
 
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
-    """Describe the logical R-worker made of ``partners``, one per rank: their least resources, all KV ports."""
+    """Describe the logical R-worker made of ``partners``, one per rank, by the lowest resources and all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     afters = [info.park_after for info in infos if info.park_after is not None]
     return replace(

@@ -29,7 +29,7 @@ class TensorParallelBackend:
     """An ``AttentionBackend`` over logical R-workers, of which every rank has a part.
 
     The other ranks receive a step once: when its layers begin (``lead``), or at its end if it has none. Controls that
-    reserve blocks are sent at once, since prefill workers get them next.
+    reserve blocks are sent at once, since prefill workers get the prompts of these blocks next.
     """
 
     def __init__(self, member: Member, lifelines: Lifelines) -> None:
@@ -52,7 +52,7 @@ class TensorParallelBackend:
         return r_workers
 
     def parks(self, own: Parks) -> Parks:
-        """Return the access to the disks of all ranks' R-workers; ``own``: to those of this rank."""
+        """Return the access to the disks of all ranks' R-workers; ``own``: the access to this rank's disks."""
         return RankParks(self, MemberParks(self._member, own))
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
@@ -62,7 +62,7 @@ class TensorParallelBackend:
             return do()
 
     def begin_prompts(self, num_tokens: int) -> None:
-        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens, their last preparation."""
+        """Let the other ranks prepare to attend prompts of up to ``num_tokens`` tokens. Steps may follow."""
         self._tell(Message("prompts", {"num_tokens": num_tokens}))
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -161,7 +161,7 @@ class TensorParallelBackend:
     def close(self) -> None:
         """See ``AttentionBackend.close``.
 
-        Other ranks are told to close only if all could open their R-workers; one that could not has closed them.
+        Other ranks are told to close only if all ranks could open their R-workers; otherwise each has closed its own.
         """
         with interrupts_deferred():
             with contextlib.suppress(RankLostError):
@@ -198,7 +198,7 @@ class TensorParallelBackend:
         self._check()
         try:
             yield
-        except RuntimeError as error:  # torch.distributed raises it if a rank is gone
+        except RuntimeError as error:  # raised by torch.distributed if a rank is gone
             self._broken = True
             raise RankLostError(self._lifelines.describe(error)) from error
         except FastDecodeError:

@@ -1,4 +1,4 @@
-"""Messages between ranks, between layers, as bytes: a header in JSON, then arrays."""
+"""The messages that ranks exchange between layers, as bytes: a header in JSON, then arrays."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MemberParks:
         return self._ask(worker, asked, ask)[0]
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int) -> Parked:
-        """See ``Parks.wake``. Before the first answer, all ranks have loaded some tokens, or none has the sequence."""
+        """See ``Parks.wake``. Wait until every rank has loaded some tokens; if one fails, all release theirs."""
 
         def ask(before: Parked) -> Parked:
             try:
@@ -73,10 +73,10 @@ class MemberParks:
     def _ask(
         self, worker: int, asked: tuple[str, int, bytes], ask: Callable[[Parked], Parked]
     ) -> tuple[Parked, Parked]:
-        """Return what all ranks together, and what this one answers to ``asked``.
+        """Return the answer of all ranks together to ``asked``, and this rank's own answer.
 
-        ``asked``: "park" or "wake", the sequence's id, and the chain's name. ``ask`` asks this rank's R-worker; its
-        argument is the answer before. A finished request is not asked again.
+        ``asked``: "park" or "wake", the sequence's id, and the chain's name. ``ask`` asks this rank's R-worker,
+        given the previous answer. A finished request is not asked again.
         """
         known = self._mine.pop(worker, None)
         mine = known[1] if known and known[0] == asked else Parked(Progress.UNDER_WAY)
@@ -93,7 +93,7 @@ class MemberParks:
         return together, mine
 
     def _release(self, worker: int, sequence_id: int) -> None:
-        """Release the tokens that this rank's R-worker ``worker`` has loaded, since another rank's has failed."""
+        """Release the tokens that this rank's R-worker ``worker`` has loaded, since loading failed on a rank."""
         release = ((int(Verb.RELEASE), sequence_id, 0, 0),)
         num_workers = len(self._member.pool.workers)
         controls = tuple(release if index == worker else () for index in range(num_workers))
@@ -137,7 +137,7 @@ class RankParks:
 
 
 def carry_out(parks: MemberParks, what: str, told: dict[str, Any]) -> Any:
-    """Do on this rank's disks ``what`` a message tells: "chains", "park" or "wake"."""
+    """Call the method ``what`` of ``parks`` ("chains", "park" or "wake") with the arguments ``told`` from a message."""
     if what == "chains":
         return parks.chains(**told)
     if what == "wake":

@@ -44,7 +44,7 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
     """
     # The name of Slurm's launcher, which starts the tasks of a job step
     srun = "srun of Slurm"
-    # Launchers, and the variables in which each gives a process its rank, the number of ranks, and both on its machine
+    # For each launcher, the variables with a process's rank, the number of ranks, and both numbers within its machine
     starters = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         "mpirun of Open MPI": (

@@ -79,7 +79,7 @@ class Ranks:
         """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
-        except RuntimeError as error:  # torch.distributed raises it if a rank is gone
+        except RuntimeError as error:  # raised by torch.distributed if a rank is gone
             raise RankLostError(self._lifelines.describe(error)) from error
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
         ending.close()
         leave()
         raise SystemExit(1) from None
-    except RuntimeError as error:  # rank 0, or another, is gone
+    except RuntimeError as error:  # raised by torch.distributed if a rank is gone
         print(f"fastdecode: {place.name} ends: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         os._exit(1)
     ending.close()
@@ -198,7 +198,7 @@ class Follower:
     def _join(self, config: EngineConfig, part: str, layout: KVLayout) -> tuple[Member, list[RWorkerInfo]]:
         """Open this rank's R-workers for the run that rank 0 names; return (this rank's member, logical R-workers).
 
-        A standby job tries repeatedly. This rank asks its R-workers after rank 0 has the session, so they must accept.
+        A standby job tries repeatedly. In it, rank 0 takes the session first; then this rank insists.
         """
         while (message := Message.decode(self._rank.broadcast())).kind == "run":
             cores = config.r_core_list or usable_cores()
@@ -219,7 +219,7 @@ class Follower:
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # for COMPARED kinds all ranks get the error, and rank 0 decides
+                    if message.kind not in COMPARED:  # for COMPARED kinds, rank 0 gets the error too and decides
                         raise
 
     def _step(self, message: Message) -> None:

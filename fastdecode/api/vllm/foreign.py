@@ -30,14 +30,14 @@ class Foreign:
 
 
 def without_effect(rows: Mapping[str, str]) -> dict[str, Foreign]:
-    """Return settings without effect, by name. ``rows`` maps names, in the notation of ``_read``, to the reason."""
+    """Return settings without effect, by name. ``rows``: by reason, the settings in the notation of ``_read``."""
     return {each.name: each for why, names in rows.items() for each in _read(names, False, why)}
 
 
 def refused(rows: Iterable[tuple[Any, ...]]) -> dict[str, Foreign]:
     """Return refused settings, by name.
 
-    A row has names in the notation of ``_read``, the advice, and neutral values.
+    A row has settings in the notation of ``_read``, advice on what to use instead, and neutral values (``Foreign``).
     """
     return {each.name: each for names, cure, *neutral in rows for each in _read(names, True, cure, tuple(neutral))}
 

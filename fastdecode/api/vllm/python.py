@@ -102,7 +102,7 @@ Params = TypeVar("Params", bound=type)
 def takes_vllms_fields(kind: Params) -> Params:
     """Class decorator: make the frozen dataclass ``kind`` accept vLLM's additional fields of ``SamplingParams``.
 
-    Assigning a field later raises an error with advice, since vLLM's parameters are mutable.
+    Assigning a field later raises an error that says what to do instead: vLLM's parameters are mutable, ours are not.
     """
     made: Any = kind
     init, known = made.__init__, made.__dataclass_fields__

@@ -89,7 +89,7 @@ def place_on_ray(config: EngineConfig) -> Any:
 
 
 def with_key_of(ray_job: Any, config: EngineConfig, cleanup: ExitStack) -> EngineConfig:
-    """Return ``config`` with a temporary file of the ``RayJob``'s key, unless it has a key file.
+    """Return ``config`` with the ``RayJob``'s key in a temporary file, if prefill workers need a key file.
     ``cleanup`` removes the file.
     """
     if config.prefill_workers is None or config.key_file or ray_job.security.secret is None:
@@ -121,7 +121,7 @@ def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bo
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
-    # early exit abandons steps
+    # early exit abandons steps, after which R-workers must restore recurrent states
     exits_early = config.speculative is not None and config.speculative.method == "early_exit"
     return told.outliving() if config.keep_session or exits_early else told
 
@@ -137,7 +137,7 @@ def _kv_port(config: EngineConfig, ranks_on_one_machine: bool) -> Literal["", "l
 
 
 def _is_near(spec: WorkerSpec) -> bool:
-    """Return whether the workers of ``spec`` are on this machine and are reached only through it."""
+    """Return whether all workers of ``spec`` are on this machine, where its loopback reaches them."""
     if spec.kind == "ray":
         return False
     if spec.kind == "mpi":
@@ -263,7 +263,7 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     """
     placing = config.placing
     if not config.pool_listen:
-        placing.check_r_workers(max(len(workers), config.num_r_workers))  # an R-worker may have been lost since
+        placing.check_r_workers(max(len(workers), config.num_r_workers))  # lost R-workers count too
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
     one_piece = layout.cannot("ranges") is not None or not placing.may_cut
     block_size = workers[0].block_size

@@ -101,7 +101,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         prepare(config)
     r_cores = usable_cores()
     cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-    ray_job = None if backend else place_on_ray(config)  # refuse this before a model is loaded
+    ray_job = None if backend else place_on_ray(config)  # if this fails, no model is loaded
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
@@ -130,9 +130,9 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
 def _first_pool(
     config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
 ) -> tuple[_Pool, Run]:
-    """Return the result of ``open_pool``. A standby repeats it until the earlier S-worker is gone.
-    It insists once the earlier S-worker shows no heartbeat in the journal's folder. Without a folder, R-workers notice
-    its silence.
+    """Return the result of ``open_pool`` and its run. A standby repeats the call until the earlier S-worker is gone.
+    The standby takes the session over (``insists``) once the heartbeat in the journal's folder stops. Without a folder,
+    R-workers notice that the earlier S-worker is silent.
     """
     folder = config.journal_folder if config.stands_by else None
     pulse = optional("pulse").Listening(folder) if folder else None

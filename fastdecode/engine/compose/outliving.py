@@ -68,8 +68,8 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
     elif keeps and any(each.token_ids for each in known.values()):
         logger.warning("no R-worker has kept caches of the session: this engine computes them again")
     if keeps and not in_one_place:
-        # If an R-worker is lost in the first step, rows that attended on it are wrong. Without a record, a later engine
-        # would take these rows for correct.
+        # If an R-worker is lost in the first step, rows that attended on it are wrong. Unless the journal says how many
+        # rows are correct, a later engine would use the wrong ones.
         adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 

@@ -107,8 +107,8 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
 
-    Return None without prefix caching. ``parks``: None if R-workers have no disks. Chains of ranges are of use only to
-    an engine that cuts sequences at the same tokens.
+    Return None without prefix caching. ``parks``: None if R-workers have no disks. Parked ranges are of use only to
+    an engine whose ranges have the same length.
     """
     if parks is None or not limits.prefix_caching:
         return None

@@ -73,7 +73,7 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with latent absorption "r" if it is "auto" and R-workers are faster by the profile.
+    """Return ``config`` with latent absorption "r" if it is "auto" and faster on R-workers according to the profile.
     Every rank comes to the same decision.
     """
     if config.latent_absorption != "auto" or config.profile is None:
@@ -115,7 +115,7 @@ def live_step_model(
         deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
     )
     tokens = config.max_num_seqs
-    # the R-worker with the slowest step decides
+    # a step ends when the slowest R-worker has answered
     return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))
 
 
