@@ -6,7 +6,7 @@ import bisect
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +79,29 @@ def _unpacked(value: Any) -> Any:
 
 
 class FileMaps:
-    """The file mappings of this process at construction, through which safetensors maps checkpoints.
+    """The mappings of ordinary files in this process at construction, through which safetensors maps checkpoints.
 
     A mapped file stays as long as one of its tensors. Pages that were read count as this process's memory until they
-    are given back. They stay in the page cache, so nothing is lost.
+    are given back. They stay in the page cache, so nothing is lost. Rings of io_uring and devices count as no files:
+    a page of theirs that was given back raises SIGBUS at its next use.
     """
 
     def __init__(self, unwritten: bool = False) -> None:
         """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
         self._ranges: list[tuple[int, int]] = []
+        # Written pages: in memory, swapped out, and huge ones
+        written = ("Anonymous:", "Swap:", "Private_Hugetlb:")
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                # No file has inode 0. Other threads may write a library's variables at any time.
-                is_file = rest[3] != "0" and not (unwritten and ".so" in rest[-1])
+                is_file = rest[-1].startswith("/") and Path(rest[-1]).is_file()
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
-            elif is_file and first == "Anonymous:" and rest[0] != "0":
+            elif is_file and first in written and rest[0] != "0":
                 self._ranges.pop()
+                is_file = False
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
@@ -108,15 +111,22 @@ class FileMaps:
         """
         start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
-        index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
-        if not tensor.is_contiguous() or index < 0 or end > self._ranges[index][1]:
+        within = self._range_of(tensor)
+        if not tensor.is_contiguous() or within is None or end > within[1]:
             return False
         return _give_back(start, end)
 
-    def let_all_go(self) -> None:
-        """Give back all pages of the mappings. They must be unwritten; what is read again comes from its file."""
-        for start, end in self._ranges:
+    def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
+        mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
+        for start, end in filter(None, mapped):
             _give_back(start, end)
+
+    def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return the mapping in which ``tensor`` begins; None if it begins in none."""
+        start = tensor.data_ptr()
+        index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
+        return self._ranges[index] if index >= 0 and start < self._ranges[index][1] else None
 
 
 def _give_back(start: int, end: int) -> bool:
