@@ -171,9 +171,12 @@ def check(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_cpus(
-    name: str, folder: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+    name: str, folder: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """An engine whose prompts attend on a GPU, over a cache that rounds, says so."""
     statistics, _ = check(name, folder, monkeypatch, request)
+    assert caplog.text.count("R-workers also round queries") == ("cache" in name)
     assert (statistics.preemptions > 0) == (name == "preemption")
     if "drafts" in name:
         assert statistics.drafts.num_draft_tokens > 0

@@ -12,12 +12,6 @@ from fastdecode.core.dtypes import is_quantized
 from fastdecode.kinds import Index, Latent, Layer
 from fastdecode.sworker.run.staging import TORCH_DTYPE
 
-LEAST_SCALE = 2.0**-126
-"""Rows with a smaller scale count as zeros (rworker_cpp/src/kernels/quantize.hpp)."""
-
-GROUP_DIMS = 64
-"""Elements of a token and head that share an int4 scale and zero."""
-
 
 def as_stored(k: torch.Tensor, v: torch.Tensor, layer: Layer, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values [rows, num_kv_heads, …] as a cache of ``kv_dtype`` stores them, in the dtype of ``k``."""
@@ -37,13 +31,13 @@ def _quantized(rows: torch.Tensor, kv_dtype: str, top_code: int) -> torch.Tensor
     floats = rows.float()
     if kv_dtype == "int8":
         return _int8(floats).to(rows.dtype)
-    groups = _rotated(floats).split(GROUP_DIMS, dim=-1)
+    groups = _rotated(floats).split(64, dim=-1)  # a scale and a zero per 64 elements
     return _rotated(torch.cat([_int4(group, top_code) for group in groups], dim=-1)).to(rows.dtype)
 
 
 def _int8(floats: torch.Tensor) -> torch.Tensor:
-    scale = floats.abs().amax(dim=-1, keepdim=True) / 127.0
-    return _codes(floats, _checked(scale)) * _checked(scale)
+    scale = _checked(floats.abs().amax(dim=-1, keepdim=True) / 127.0)
+    return _codes(floats, scale) * scale
 
 
 def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
@@ -56,8 +50,9 @@ def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
 
 
 def _checked(scale: torch.Tensor) -> torch.Tensor:
-    """Return ``scale``, with zeros instead of tiny scales and NaN instead of infinite ones."""
-    return torch.where(scale < LEAST_SCALE, 0.0, torch.where(scale.isinf(), torch.nan, scale))
+    """Return ``scale``, with zeros instead of subnormal scales and NaN instead of infinite ones."""
+    least = torch.finfo(torch.float32).tiny  # as in rworker_cpp/src/kernels/quantize.hpp
+    return torch.where(scale < least, 0.0, torch.where(scale.isinf(), torch.nan, scale))
 
 
 def _codes(floats: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
