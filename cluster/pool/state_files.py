@@ -69,9 +69,9 @@ class StateFiles:
         if time.monotonic() < self._next_seconds or (self._saving and not self._saving.done()):
             return
         behind = {each: ends.get(each, states.sequence_length(each)) for each in states.sequence_ids()}
-        cache_id = max(behind, key=lambda each: behind[each] - self._tokens.get(each, 0), default=None)
-        if cache_id is not None and behind[cache_id] > self._tokens.get(cache_id, 0):
-            self._save(states, cache_id, behind[cache_id])
+        farthest = max(behind, key=lambda each: behind[each] - self._tokens.get(each, 0), default=None)
+        if farthest is not None and behind[farthest] > self._tokens.get(farthest, 0):
+            self._save(states, farthest, behind[farthest])
 
     def close(self) -> None:
         """Wait for the file being written; may be called twice."""

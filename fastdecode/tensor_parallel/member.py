@@ -188,12 +188,12 @@ class Member:
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
     """Describe the logical R-worker made of ``partners``, one per rank: their least resources, all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
-    afters = [info.park_after for info in infos]
+    afters = [info.park_after for info in infos if info.park_after is not None]
     return replace(
         infos[0],
         num_blocks=min(info.num_blocks for info in infos),
         own_cores=any(info.own_cores for info in infos),
-        park_after=None if None in afters else max(afters),
+        park_after=max(afters) if len(afters) == len(infos) else None,
         read_gb_per_s=min(info.read_gb_per_s for info in infos),
         held=held,
         kv_ports=tuple(KvAddress(**port) for each in partners for port in each["kv_ports"]),

@@ -33,7 +33,7 @@ class PartSpec:
 
 
 PARTS = (
-    PartSpec("a", "Exactness: transformers' generate on the same device", "gpu_kit.exactness", 200, 100),
+    PartSpec("a", "Exactness: transformers' generate on the same device", "gpu_kit.exactness", 200, 120),
     PartSpec("b", "The S-part over bare products", "gpu_kit.s_part", 70, 60),
     PartSpec("c", "A layer's way there and back", "gpu_kit.transfers", 20, 30),
     PartSpec("d", "End to end, beside the device alone", "gpu_kit.end_to_end", 200, 110),

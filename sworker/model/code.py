@@ -18,8 +18,13 @@ from fastdecode.kinds.layout import KVLayout
 class AnyRank(Protocol):
     """The tensor-parallel rank whose part of the model a process loads; see ``Rank``."""
 
-    index: int
-    size: int
+    @property
+    def index(self) -> int:
+        """This rank's number."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the model."""
 
 
 class ModelCode(Protocol):

@@ -78,7 +78,7 @@ class KeptQuantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def _process_model_before_weight_loading(self, model: torch.nn.Module, **_: Any) -> None:
+    def _process_model_before_weight_loading(self, model: torch.nn.Module, **settings: Any) -> None:
         config: KeptConfig = self.quantization_config
         for owner, name in config.places.linears.items():
             parent, _, own = owner.rpartition(".")

@@ -61,7 +61,7 @@ class Finder:
         module = self._modules.get(owner)
         if own == "weight" and pattern is None and isinstance(module, torch.nn.Linear):
             self.found.linears[owner] = name
-            return multiplies_alone(type(module))
+            return multiplies_alone(type(module))  # type: ignore[arg-type]
         if not keeps_experts(module) or own not in getattr(module, "_parameters", {}):
             return False
         parts = self.found.experts.setdefault(owner, {}).setdefault(own, [])

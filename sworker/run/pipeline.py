@@ -42,7 +42,7 @@ class ModelGreenlet(greenlet):
 
 
 def attend(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
