@@ -24,7 +24,7 @@ class AnyRank(Protocol):
 
     @property
     def size(self) -> int:
-        """Return the number of ranks that share the model."""
+        """The number of ranks that share the model."""
 
 
 class ModelCode(Protocol):

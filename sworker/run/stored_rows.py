@@ -36,7 +36,7 @@ def _quantized(rows: torch.Tensor, kv_dtype: str, top_code: int) -> torch.Tensor
 
 
 def _int8(floats: torch.Tensor) -> torch.Tensor:
-    scale = _checked(floats.abs().amax(dim=-1, keepdim=True) / 127.0)
+    scale = _checked(_divided(floats.abs().amax(dim=-1, keepdim=True), 127))
     return _codes(floats, scale) * scale
 
 
@@ -45,8 +45,13 @@ def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
     low, high = floats.amin(dim=-1, keepdim=True), floats.amax(dim=-1, keepdim=True)
     bits = low.view(torch.int32)
     zero = ((bits & -65536) + ((bits < 0) & (bits & 0xFFFF != 0)).int() * 65536).view(torch.float32)
-    scale = _checked(((high - zero) / top_code).to(torch.bfloat16).float())
+    scale = _checked(_divided(high - zero, top_code).to(torch.bfloat16).float())
     return _codes(floats - zero, scale) * scale + zero
+
+
+def _divided(floats: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return ``floats / divisor``, truly divided: by a number, torch multiplies by its reciprocal on a GPU."""
+    return floats / torch.full_like(floats, divisor)
 
 
 def _checked(scale: torch.Tensor) -> torch.Tensor:
