@@ -89,8 +89,6 @@ class FileMaps:
     def __init__(self, unwritten: bool = False) -> None:
         """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
         self._ranges: list[tuple[int, int]] = []
-        # Written pages: in memory, swapped out, and huge ones
-        written = ("Anonymous:", "Swap:", "Private_Hugetlb:")
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
@@ -99,7 +97,7 @@ class FileMaps:
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
-            elif is_file and first in written and rest[0] != "0":
+            elif is_file and first in ("Anonymous:", "Swap:", "Private_Hugetlb:") and rest[0] != "0":
                 self._ranges.pop()
                 is_file = False
         self._ranges.sort()
@@ -118,8 +116,9 @@ class FileMaps:
 
     def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
-        mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
-        for start, end in filter(None, mapped):
+        for start, end in filter(
+            None, {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
+        ):
             _give_back(start, end)
 
     def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
