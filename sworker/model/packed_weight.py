@@ -107,12 +107,10 @@ class FileMaps:
 
         Written pages of a private mapping are lost. So the tensor is never read again, or was never written.
         """
-        start = tensor.data_ptr()
+        start, within = tensor.data_ptr(), self._range_of(tensor)
         end = start + tensor.numel() * tensor.element_size()
-        within = self._range_of(tensor)
-        if not tensor.is_contiguous() or within is None or end > within[1]:
-            return False
-        return _give_back(start, end)
+        is_mapped = tensor.is_contiguous() and within is not None and end <= within[1]
+        return is_mapped and _give_back(start, end)
 
     def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
