@@ -114,9 +114,8 @@ class FileMaps:
 
     def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
-        for start, end in filter(
-            None, {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
-        ):
+        mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
+        for start, end in filter(None, mapped):
             _give_back(start, end)
 
     def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
