@@ -46,7 +46,9 @@ MODELS = {
 }
 DRAFTS = {"num_speculative_tokens": 2}
 ALONE = {"enable_prefix_caching": False}
-"""For caches that round: a prompt whose beginning is cached attends over rounded keys, and others over their own."""
+"""For caches that round: a prompt whose beginning is cached attends on R-workers, which also round its queries."""
+BY_TORCH = {"prefill_scratch": "4MiB"}
+"""Lets torch attend prompts on the CPU too, where R-workers would round queries."""
 
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("windows", {}),
@@ -62,6 +64,10 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "early-exit drafts": ("dense", {"speculative_config": {"method": "early_exit", "num_layers": 1, **DRAFTS}}),
     "drafts of a model": ("dense", {"speculative_config": {"method": "draft_model", "model": "dense", **DRAFTS}}),
     "drafts over states": ("states", {"speculative_config": {"method": "ngram", **DRAFTS}}),
+    "int8 cache": ("dense", {"kv_cache_dtype": "int8", **ALONE, **BY_TORCH}),
+    "int4 cache": ("dense", {"kv_cache_dtype": "int4", **ALONE, **BY_TORCH}),
+    "int8, prompts by R-workers": ("dense", {"kv_cache_dtype": "int8", "prefill_scratch": "1"}),
+    "int4, prompts by R-workers": ("dense", {"kv_cache_dtype": "int4", "prefill_scratch": "1"}),
     "int8 cache of latents": ("latents", {"kv_cache_dtype": "int8", **ALONE}),
     "ranges": ("latents", {"r_workers": "inproc:2", "kv_shard_tokens": 512, "max_model_len": 1024}),
     "two copies": ("dense", {"r_workers": "inproc:2", "kv_replicas": 2}),
@@ -71,7 +77,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill workers": ("dense", {"prefill_workers": "spawn:1"}),
     "processes": ("dense", {"r_workers": "spawn:2"}),
 }
-EVERY_TIME = ("latents", "sinks", "n-gram drafts", "ranks", "states here", "preemption", "chunks")
+EVERY_TIME = ("latents", "sinks", "n-gram drafts", "ranks", "int8 cache", "states here", "preemption", "chunks")
 NAMES = [each if each in EVERY_TIME else pytest.param(each, marks=pytest.mark.thorough) for each in FEATURES]
 
 
@@ -130,7 +136,7 @@ def texts(llm: LLM, kill_after: int = 0, more: tuple[int, ...] = ()) -> list[lis
     return [tokens[number] for number in sorted(tokens)]
 
 
-WANTED = ("kv_cache_dtype", "dtype", "latent_absorption", "enable_prefix_caching", "max_model_len")
+WANTED = ("kv_cache_dtype", "dtype", "latent_absorption", "enable_prefix_caching", "max_model_len", "prefill_scratch")
 """Settings that decide about tokens, which the engine on the CPU is given too."""
 
 
@@ -165,9 +171,12 @@ def check(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_cpus(
-    name: str, folder: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+    name: str, folder: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """An engine whose prompts attend on a GPU, over a cache that rounds, says so."""
     statistics, _ = check(name, folder, monkeypatch, request)
+    assert caplog.text.count("R-workers also round queries") == ("cache" in name)
     assert (statistics.preemptions > 0) == (name == "preemption")
     if "drafts" in name:
         assert statistics.drafts.num_draft_tokens > 0

@@ -24,7 +24,7 @@ class AnyRank(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks share the model."""
+        """The number of ranks that share the model."""
 
 
 class ModelCode(Protocol):

@@ -6,7 +6,7 @@ import bisect
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,48 +79,54 @@ def _unpacked(value: Any) -> Any:
 
 
 class FileMaps:
-    """The file mappings that this process has at construction, among them safetensors' mappings of checkpoints.
+    """The mappings of ordinary files in this process at construction, through which safetensors maps checkpoints.
 
-    A file stays mapped as long as one of its tensors exists. Pages that were read count as this process's memory until
-    they are given back to the system. The page cache still holds them, so no data is lost.
+    A mapped file stays as long as one of its tensors. Pages that were read count as this process's memory until they
+    are given back. They stay in the page cache, so nothing is lost. Rings of io_uring and devices count as no files:
+    a page of theirs that was given back raises SIGBUS at its next use.
     """
 
     def __init__(self, unwritten: bool = False) -> None:
-        """``unwritten``: skip mappings with pages that this process has written, which could not be read again."""
+        """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
         self._ranges: list[tuple[int, int]] = []
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                # Inode 0 means no file. Libraries are skipped: other threads may write their variables at any time.
-                is_file = rest[3] != "0" and not (unwritten and ".so" in rest[-1])
+                is_file = rest[-1].startswith("/") and Path(rest[-1]).is_file()
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
-            elif is_file and first == "Anonymous:" and rest[0] != "0":
+            elif is_file and first in ("Anonymous:", "Swap:", "Private_Hugetlb:") and rest[0] != "0":
                 self._ranges.pop()
+                is_file = False
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
         """Give back the whole pages of ``tensor``; return False if no file backs them.
 
-        Written pages of a private mapping are lost. So ``tensor`` must never have been written, or never be read again.
+        Written pages of a private mapping are lost. So the tensor is never read again, or was never written.
         """
-        start = tensor.data_ptr()
+        start, within = tensor.data_ptr(), self._range_of(tensor)
         end = start + tensor.numel() * tensor.element_size()
-        index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
-        if not tensor.is_contiguous() or index < 0 or end > self._ranges[index][1]:
-            return False
-        return _give_back(start, end)
+        is_mapped = tensor.is_contiguous() and within is not None and end <= within[1]
+        return is_mapped and _give_back(start, end)
 
-    def let_all_go(self) -> None:
-        """Give back all pages of the mappings, which must be unwritten. Later reads come from the files again."""
-        for start, end in self._ranges:
+    def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
+        mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
+        for start, end in filter(None, mapped):
             _give_back(start, end)
+
+    def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return the mapping in which ``tensor`` begins; None if it begins in none."""
+        start = tensor.data_ptr()
+        index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
+        return self._ranges[index] if index >= 0 and start < self._ranges[index][1] else None
 
 
 def _give_back(start: int, end: int) -> bool:
-    """Let the system drop the whole pages from ``start`` to ``end``; later reads come from their file."""
+    """Tell the system that the whole pages from ``start`` to ``end`` may be read from their file again."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     madvise = ctypes.CDLL(None, use_errno=True).madvise

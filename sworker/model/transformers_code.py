@@ -16,7 +16,7 @@ from fastdecode.sworker.adapters.latents import leave_absorption_to_r_workers
 from fastdecode.sworker.model.checkpoints import published_codes, quantization
 from fastdecode.sworker.model.code import AnyRank, LoadedCode
 from fastdecode.sworker.model.fused import FusedRows
-from fastdecode.sworker.model.held import files_digest, weight_bytes, weights_digest
+from fastdecode.sworker.model.held import files_digest, tensors_of, weight_bytes, weights_digest
 from fastdecode.sworker.model.loader import load_model, multiplies_int8, place_model, resolve_device, resolve_dtype
 from fastdecode.sworker.model.packed_weight import FileMaps
 from fastdecode.sworker.model.packing import choose
@@ -82,7 +82,8 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):
-        FileMaps(unwritten=True).let_all_go()  # norms keep files mapped; this frees the pages of experts that were read
+        # Files stay mapped for their norms, with the pages of read experts
+        FileMaps(unwritten=True).let_all_go(each for _, each in tensors_of(code.module))
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
@@ -100,6 +101,6 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # raises again if the model itself is refused
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
         logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -31,6 +31,7 @@ from fastdecode.sworker.run.prompts import (
     values_of,
 )
 from fastdecode.sworker.run.staging import TORCH_DTYPE, from_numpy, to_numpy
+from fastdecode.sworker.run.stored_rows import as_stored
 
 TIMED_ROWS = 512
 """Number of rows of the timed attention; they attend to as many earlier keys."""
@@ -202,7 +203,7 @@ class StoredAttention:
 
 
 class TorchAttention:
-    """A ``PartAttention`` by torch on the model's device, over keys and values before they are stored.
+    """A ``PartAttention`` by torch on the model's device, over keys and values as R-workers' caches store them.
 
     Keys and values of a prefix are decoded from the R-workers' form and rounded to the model's dtype.
     """
@@ -214,6 +215,8 @@ class TorchAttention:
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, end = self._caches.layout.layers[layer], start + len(q)
         keys, values = (from_numpy(each, q.dtype).to(q.device) for each in (kv.k, kv.v))
+        if self._caches.layout.kv_dtype != self._caches.layout.model_dtype:
+            keys, values = as_stored(keys, values, shape, self._caches.layout.kv_dtype)
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))

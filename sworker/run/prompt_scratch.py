@@ -13,18 +13,20 @@ from fastdecode.kinds.layout import KVLayout
 from fastdecode.sworker.adapters.index import picked
 from fastdecode.sworker.run.prompts import prompt_attention, reference_attention
 from fastdecode.sworker.run.staging import PromptRows
+from fastdecode.sworker.run.stored_rows import as_stored
 
 
 class PromptScratch:
     """A ``PromptAttention`` by torch on the model's device.
 
-    It keeps keys and values of prompts in progress as tensors.
+    It keeps keys and values of prompts in progress as tensors, as R-workers' caches store them.
     """
 
     over_latents = True
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layers = layout.layers
+        self._layers, self._kv_dtype = layout.layers, layout.kv_dtype
+        self._rounds = layout.kv_dtype != layout.model_dtype
         self._kept: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._picked: dict[int, torch.Tensor] = {}
 
@@ -44,6 +46,8 @@ class PromptScratch:
         """Do nothing, since recomputed rows overwrite the rows of the abandoned step."""
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+        if self._rounds:
+            k, v = as_stored(k, v, self._layers[layer], self._kv_dtype)
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id

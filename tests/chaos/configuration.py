@@ -135,7 +135,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
-    settings |= _draw_integers(seed, kind)
+    settings = _exact(settings | _draw_integers(seed, kind), architecture)
     settings |= draw_parking(seed, kind, settings, bool(hybrid))
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
@@ -168,10 +168,18 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
     is_exact = dtype == "float32" or not (has_ranges or "prefill_workers" in settings)
     if architecture in LATENT and is_exact and rng.random() < 0.5:
         settings["latent_absorption"] = "r"
-    if architecture in SPARSE and has_ranges:
-        settings |= {"dtype": "float32", "kv_cache_dtype": "auto"}
     if rng.random() < 0.35:
         settings["speculative_config"] = _draw_drafts(rng, architecture)
+    return settings
+
+
+def _exact(settings: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Return ``settings`` changed so that tokens equal those of one R-worker."""
+    has_ranges = "kv_shard_tokens" in settings
+    if architecture in SPARSE and has_ranges:
+        settings = settings | {"dtype": "float32", "kv_cache_dtype": "auto"}
+    if settings["dtype"] != "float32" and (has_ranges or "prefill_workers" in settings):
+        settings.pop("latent_absorption", None)
     return settings
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.request import InFlight
+from fastdecode.core.dtypes import is_quantized
 from fastdecode.core.errors import BackendError
 from fastdecode.core.machine import usable_cores
 from fastdecode.core.metrics import StateClock
@@ -221,6 +222,12 @@ def _make_prompts(
     """Return the cache that attends up to ``num_tokens`` prompt tokens on this process's cores.
     Return None if torch attends prompts, or the S-worker attends none.
     """
+    if model.on_gpu and num_tokens and is_quantized(pool.layout.kv_dtype):
+        logger.warning(
+            "prompts attend on the GPU, and R-workers also round queries for kv_cache_dtype %s: tokens may depend on "
+            "where a prompt attends; with prefill_scratch 1 all attend on R-workers",
+            pool.layout.kv_dtype,
+        )
     if model.on_gpu or not num_tokens:
         return None
     backend = make_prompt_backend(config, pool.layout, num_tokens, pool.r_workers)
