@@ -125,7 +125,7 @@ def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch
 
         def run_or_interrupt(*arguments: Any) -> Any:
             if arguments[-1] and len(interrupted) < 2:
-                interrupted.append(list(arguments[-1]))
+                interrupted.append(list(arguments[3]))
                 raise KeyboardInterrupt
             return run(*arguments)
 

@@ -220,7 +220,7 @@ def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"SSH-2.0-OpenSSH_9.6\r\n", "no R-worker listens there: what answers does not use FastDecode's protocol"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no R-worker listens there: what answers"),
         (None, "no R-worker listens there: what answers"),
-        (b"", "it accepts connections and sends nothing: no R-worker listens there, or its process hangs"),
+        (b"", "the address accepts connections and sends nothing: no R-worker listens there, or its process hangs"),
     ],
     ids=["banner", "http", "closes", "silent"],
 )
@@ -371,7 +371,7 @@ def test_bad_frames_of_the_served_one_change_nothing() -> None:
         assert "PLAN" in refusal(lambda: conversation.send(Kind.PLAN, bytes(9)))
         large = [np.array([(9, 0, 1 << 20, 1)], SPAN)] * 4
         plan = encode_plan(WorkerPlan(contract.plan([]).workers[0].controls, tuple(large)))
-        assert "2,147,483,648 and" in refusal(lambda: conversation.send(Kind.PLAN, plan))
+        assert "2,147,483,648 at most" in refusal(lambda: conversation.send(Kind.PLAN, plan))
         conversation.next_sent -= 1
         assert "came before" in refusal(lambda: conversation.send(Kind.END))
         assert "another session" in refusal(lambda: conversation.send(Kind.END), epoch_offset=1)

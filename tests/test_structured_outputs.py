@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import math
 import re
 import signal
 import sys
@@ -231,7 +232,7 @@ def test_a_row_without_a_grammar_is_not_edited() -> None:
 
     greedy = SamplingParams(temperature=0)
     rows = [SamplingRow(greedy, [1], [], grammar=grammar) for grammar in (None, Only(2, 4), Only())]
-    assert rows[0].plain and not rows[1].plain
+    assert rows[0].plain_from == 0 and rows[1].plain_from == math.inf
     logits = torch.tensor([[0.0, 5.0, 1.0, 7.0, 2.0]]).repeat(3, 1)
     found = Sampler().sample(logits, rows)
     assert [each.token_id for each in found] == [3, 4, -1] and [each.failed for each in found] == [False, False, True]
