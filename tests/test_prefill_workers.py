@@ -124,7 +124,7 @@ def test_ctrl_c_as_a_prompt_arrives(folder: Any, monkeypatch: pytest.MonkeyPatch
         run, interrupted = engine.world.s_worker.run, []
 
         def run_or_interrupt(*arguments: Any) -> Any:
-            if arguments[-1] and len(interrupted) < 2:
+            if arguments[3] and len(interrupted) < 2:
                 interrupted.append(list(arguments[3]))
                 raise KeyboardInterrupt
             return run(*arguments)
