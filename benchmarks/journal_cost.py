@@ -4,7 +4,8 @@
 
 Each round runs every place once, with R-worker processes of its own. An engine decodes ``--rows`` sequences. It keeps
 its journal in the first and the last of every four windows of steps, so that drift, and the steps in which all rows
-need a new block, slow both ways. ``neither`` keeps no journal in any window: its ratios show what chance does.
+need a new block, slow steps with and without a journal alike. The place ``neither`` keeps no journal in any window: its
+ratios show what chance does.
 
 The first steps of all, and the first of each window, are not counted. "of steps": the time that steps waited for the
 journal, as the engine counts it.

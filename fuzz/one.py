@@ -1,7 +1,7 @@
 """One target under libFuzzer: ``python fuzz/one.py TARGET [libFuzzer's options] [CORPUS]``.
 
-It finds crashes, exceptions that are not documented, and memory: no input may allocate more than a frame may hold, and
-what reading it takes.
+It finds crashes, undocumented exceptions, and inputs that allocate too much memory: more than a frame may hold plus
+what the parser itself takes.
 """
 
 from __future__ import annotations

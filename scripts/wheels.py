@@ -1,7 +1,7 @@
 """Build dist/: the sdist and, from it, the wheels of `fastdecode` and `fastdecode-r-worker`: `make wheels`.
 
-One for each processor and each Python 3.10 to 3.14 that is found here with its headers. They run on
-glibc 2.28 and later, whatever this host has; auditwheel and `unversioned` check that.
+Each package gets one wheel for each processor and each Python 3.10 to 3.14 that is found here with its headers. They
+run on glibc 2.28 and later, whatever this host has; auditwheel and `unversioned` check that.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _check_r_workers(config: EngineSettings) -> None:
 def _check_parking(config: EngineSettings) -> None:
     """Raise ConfigError for parking without prefix caching."""
     if config.park_dir is not None and not config.enable_prefix_caching:
-        raise ConfigError("park_dir: cached prefixes are parked: leave out park_dir, or enable_prefix_caching=False")
+        raise ConfigError("park_dir needs prefix caching: leave out enable_prefix_caching=False, or leave out park_dir")
 
 
 def _check_joining(config: EngineSettings) -> None:

@@ -1,4 +1,4 @@
-"""The event loop's exchanges. Each has an API request's prompts in the engine, and their newest outputs."""
+"""The event loop's exchanges. Each follows one API request's prompts in the engine and keeps their newest outputs."""
 
 from __future__ import annotations
 

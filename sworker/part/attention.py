@@ -152,7 +152,7 @@ class LayerCaches:
 
 @contextmanager
 def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
-    """Open a step with ``num_rows`` rows from position ``start`` on within the context; abandon it on an error."""
+    """Keep a step open in the ``with`` block: ``num_rows`` rows from position ``start`` on. Abandon it on an error."""
     span = [SEQUENCE_ID, start, num_rows, mode]
     cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     try:

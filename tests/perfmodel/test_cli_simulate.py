@@ -199,7 +199,7 @@ def test_weights_that_leave_no_room_for_a_block(tmp_path: Path, capfd: pytest.Ca
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | {"vocab_size": int(left / (2 * 2 * 4096))}))
     assert main(["simulate", *SIZES, *BATCH, "--model", str(path), "--gpu", "a10", "--num-r-workers", "0"]) == 2
-    assert "a10 has room for 0 cached tokens, and one KV block has 32" in capfd.readouterr().err
+    assert "and 0 cached tokens, fewer than the 32 tokens of one KV block" in capfd.readouterr().err
 
 
 @pytest.mark.thorough  # nor does a plan fit

@@ -147,9 +147,8 @@ def _named_planner(
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
     """Return lines about the machines that a plan assumes, and about what each layer waits for."""
     read = gpu.kv_bytes_per_second.achieved / 1e9
-    alone = (
-        f"GPU alone: reads weights and cache at {read:,.4g} GB/s, the roofline, which is kinder to it than any server"
-    )
+    roofline = "the roofline, which is kinder to it than any server; prompts count on both sides"
+    alone = f"GPU alone: reads weights and cache at {read:,.4g} GB/s, {roofline}"
     waits = machine.waits(args.overlapped_transport)
     return *figures(gpu), alone, *figures(machine.host), machine.links(gpu), waits
 

@@ -59,6 +59,21 @@ class PlanAnswer:
             return None
         return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
+    @property
+    def fewest_alone(self) -> tuple[int, Service] | None:
+        """The fewest compared GPUs that serve a user without R-workers, if the plan's own number of GPUs cannot.
+
+        Their time to the first token is not computed: it is inf.
+        """
+        if self.alone_service or self.case.inputs.one_host:
+            return None
+        for row in self.found.get("tensor_parallel", ()):
+            if row.alone_step_seconds:
+                number, rate = row.tensor_parallel_size, row.alone_tokens_per_second
+                price = replace(self.prices, num_gpus=number).per_million_tokens(0, rate)
+                return number, Service(row.alone_users, rate, row.alone_step_seconds, math.inf, price)
+        return None
+
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:
     """Plan as the flags ask, and compare with the GPU alone. Raise PlanError if there is no plan."""

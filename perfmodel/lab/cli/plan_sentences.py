@@ -11,6 +11,7 @@ from fastdecode.perfmodel.lab.cli.variants.rank_counts import RankPlan
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.verdict import digits, milliseconds, users
+from fastdecode.perfmodel.service import Service
 from fastdecode.perfmodel.sizing import Plan
 
 
@@ -59,8 +60,8 @@ def _as_many(answer: PlanAnswer) -> str:
     if not gpu or answer.case.inputs.one_host:
         return ""
     if not alone:
-        row = _fewest_alone(answer)
-        return f"; {row.tensor_parallel_size} GPUs alone serve {_alone_row(row)}" if row else ""
+        fewest = answer.fewest_alone
+        return f"; {fewest[0]} GPUs alone serve {_alone_users(fewest[1])}" if fewest else ""
     servers = math.ceil(answer.service.tokens_per_second / alone.tokens_per_second)
     if servers < 2:
         return ""
@@ -68,12 +69,6 @@ def _as_many(answer: PlanAnswer) -> str:
     each = f"at {milliseconds(alone.tpot_seconds)} per token for {users(servers * alone.users)}"
     more = f", and {for_users:,} serve as many users" if for_users > servers else ""
     return f"; {servers:,} servers of {gpu} alone give as many tokens per second, {each}{more}"
-
-
-def _fewest_alone(answer: PlanAnswer) -> RankPlan | None:
-    """Return the row of the fewest GPUs that serve a user without R-workers, if the plan compared any."""
-    rows: tuple[RankPlan, ...] = answer.found.get("tensor_parallel", ())
-    return next((row for row in rows if row.alone_step_seconds), None)
 
 
 def _larger_server(answer: PlanAnswer) -> str:
@@ -86,13 +81,14 @@ def _larger_server(answer: PlanAnswer) -> str:
     if not enough:
         return ""
     fewest = min(enough, key=lambda row: row.tensor_parallel_size)
-    return f" One server of {fewest.tensor_parallel_size} GPUs alone serves {_alone_row(fewest)}."
+    service = Service(fewest.alone_users, fewest.alone_tokens_per_second, fewest.alone_step_seconds or 0.0, math.inf)
+    return f" One server of {fewest.tensor_parallel_size} GPUs alone serves {_alone_users(service)}."
 
 
-def _alone_row(row: RankPlan) -> str:
+def _alone_users(service: Service) -> str:
     return (
-        f"{users(row.alone_users)} at {milliseconds(row.alone_step_seconds or 0.0)} per token, "
-        f"{digits(row.alone_tokens_per_second)} tokens/s in all"
+        f"{users(service.users)} at {milliseconds(service.tpot_seconds)} per token, "
+        f"{digits(service.tokens_per_second)} tokens/s in all"
     )
 
 
@@ -103,16 +99,17 @@ def _cost(answer: PlanAnswer) -> str:
     if own is None and other is None:
         return "Prices are not known: --gpu-price and --cpu-price take those of an hour of a GPU and of a host."
     words = {"with FastDecode": own, "with the GPU alone": other}
-    row = None if alone else _fewest_alone(answer)
-    if row:
-        prices = replace(answer.prices, num_gpus=row.tensor_parallel_size)
-        other = prices.per_million_tokens(0, row.alone_tokens_per_second)
-        words = {"with FastDecode": own, f"with {row.tensor_parallel_size} GPUs alone": other}
+    if answer.fewest_alone:
+        number, fewest = answer.fewest_alone
+        other = fewest.price_per_million_tokens
+        words = {"with FastDecode": own, f"with {number} GPUs alone": other}
     unit, by = (" USD", ", by list prices") if answer.uses_list_prices else ("", "")
     costs = [f"{price:.3g}{unit} {way}" for way, price in words.items() if price is not None]
     if own and other:
         by += f": {digits(own / other, 2)} x the price" if own > other else f": {own / other:.2g} of the price"
     host = answer.case.inputs.host_name or "hosts"
+    if answer.case.inputs.one_host and own is not None and not answer.case.planner.prices.cpu_host_per_hour:
+        by += "; the host that holds the GPU is not priced"
     unknown = "" if own is not None else f"; the price of {host} is not known (--cpu-price)"
     return f"A million output tokens cost {' and '.join(costs)}{by}{unknown}{_owned(answer, unit)}."
 

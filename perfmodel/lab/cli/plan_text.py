@@ -38,6 +38,9 @@ def _side_by_side(answer: PlanAnswer) -> Iterator[str]:
     if answer.alone:
         ranks = answer.case.plan.tensor_parallel_size
         ways.append(("GPU alone" if ranks == 1 else f"{ranks} GPUs alone", answer.alone_service))
+    if answer.fewest_alone:
+        number, service = answer.fewest_alone
+        ways.append((f"{number} GPUs alone", service))
     yield f"  {'':26s}" + "".join(f"{name:>18s}" for name, _ in ways)
     for name, text in ROWS:
         cells = ["-" if service is None else text(service) for _, service in ways]

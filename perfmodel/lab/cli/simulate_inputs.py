@@ -198,8 +198,8 @@ def _gpu_alone(args: argparse.Namespace, workload: SimulatedWorkload, rate: floa
     blocks = step_time.capacity_tokens // args.block_size
     if blocks == 0:
         raise ConfigError(
-            f"gpu: beside the weights of {shape.name} {gpu.name} has room for {step_time.capacity_tokens} cached "
-            f"tokens, and one KV block has {args.block_size} (--tensor-parallel-size takes more GPUs)"
+            f"gpu: {gpu.name} holds the weights of {shape.name} and {step_time.capacity_tokens} cached tokens, fewer "
+            f"than the {args.block_size} tokens of one KV block (--tensor-parallel-size takes more GPUs)"
         )
     limits = asked_limits(args, workload, (blocks,), 0, state_blocks_of(args, shape.state_bytes_per_sequence / held))
     title = f"{shape.name} on {gpu.name} alone"

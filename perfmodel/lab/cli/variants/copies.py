@@ -178,8 +178,8 @@ def _loss(replicas: ReplicaPlan) -> str:
     rest = "nothing is left until it is replaced" if left is None else f"{left:.0%} of the speed until it is replaced"
     if replicas.kv_replicas == 2:
         return f"nothing is computed again; {rest}"
-    number = f"{replicas.lost_sequences:.0f}"
-    waiting = "1 sequence waits" if number == "1" else f"{number} sequences wait"
+    number = f"{replicas.lost_sequences:.3g}"
+    waiting = "1 sequence waits" if number == "1" else f"{number} sequences (the mean) wait"
     return (
         f"{waiting} for {replicas.recomputed_tokens:,.0f} tokens to be computed again, at least "
         f"{replicas.recompute_seconds:.3g} s of the S-worker; {rest}"
