@@ -204,6 +204,10 @@ def plot_validation(rows: Sequence[ValidatedRow], path: str) -> None:
         axes.set(
             xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="predicted step, ms", ylabel="measured step, ms"
         )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(subs=(1, 2, 5))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
         axes.legend(title="bands; cores of S and R", fontsize=8)
 
 
