@@ -4,55 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import r_workers
+from helpers import r_workers, two_turns
 from helpers.engine_checks import assert_nothing_held
-from helpers.tiny_hybrids import built, generated, random_prompts
+from helpers.two_turns import counts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import BackendError, WorkerLostError
 from fastdecode.core.parked import Chain, Parked, Progress
 from fastdecode.tensor_parallel.rank_parking import MemberParks
 
-NUM_TOKENS, BLOCK = 8, 16
+NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 LENGTHS = (600, 70)
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function: a tiny model's folder, prompts of first and second turns, and the second answers."""
-    root = tmp_path_factory.mktemp("parked")
-
-    @cache
-    def save(model_type: str) -> tuple[Path, list[list[int]], list[list[int]], list[list[int]]]:
-        model = built(model_type, max_position_embeddings=1024)
-        model.save_pretrained(root / model_type)
-        first = random_prompts(LENGTHS)
-        answers = [generated(model, prompt, NUM_TOKENS) for prompt in first]
-        second = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(first, answers, strict=True)]
-        return root / model_type, first, second, [generated(model, prompt, NUM_TOKENS) for prompt in second]
-
-    return save
+def chats(tmp_path_factory: pytest.TempPathFactory) -> two_turns.Chats:
+    return two_turns.saved_chats(tmp_path_factory.mktemp("parked"), LENGTHS, NUM_TOKENS)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
-    defaults = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 700, "s_threads": 1, "r_threads": 1}
-    kept = {"dtype": "float32", "kv_cache_memory": "32MiB", "block_size": BLOCK, "tensor_parallel_size": 2}
-    return LLM(str(folder), **{**defaults, **kept, **settings})
+    return two_turns.make_llm(folder, **{"tensor_parallel_size": 2, **settings})
 
 
 def run(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], GREEDY, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def counts(llm: LLM) -> Any:
-    return llm.engine.scheduler.store.parked.counts
+    return two_turns.run(llm, prompts, NUM_TOKENS)
 
 
 @pytest.mark.slow
