@@ -67,12 +67,8 @@ class PlanAnswer:
         """
         if self.alone_service or self.case.inputs.one_host:
             return None
-        for row in self.found.get("tensor_parallel", ()):
-            if row.alone_step_seconds:
-                number, rate = row.tensor_parallel_size, row.alone_tokens_per_second
-                price = replace(self.prices, num_gpus=number).per_million_tokens(0, rate)
-                return number, Service(row.alone_users, rate, row.alone_step_seconds, math.inf, price)
-        return None
+        services = ((row.tensor_parallel_size, row.alone(self.prices)) for row in self.found.get("tensor_parallel", ()))
+        return next(((number, service) for number, service in services if service), None)
 
 
 def answer_of(args: argparse.Namespace) -> PlanAnswer:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fastdecode.perfmodel.lab.cli.plan_answer import PlanAnswer
-from fastdecode.perfmodel.lab.cli.variants.rank_counts import RankPlan
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase
 from fastdecode.perfmodel.lab.gpu_only import fewest_gpus
 from fastdecode.perfmodel.lab.verdict import digits, milliseconds, users
@@ -76,13 +75,11 @@ def _larger_server(answer: PlanAnswer) -> str:
     alone, rate = answer.alone_service, answer.service.tokens_per_second
     if not alone or answer.case.inputs.one_host or alone.tokens_per_second >= rate:
         return ""
-    rows: tuple[RankPlan, ...] = answer.found.get("tensor_parallel", ())
-    enough = [row for row in rows if row.alone_step_seconds and row.alone_tokens_per_second >= rate]
-    if not enough:
-        return ""
-    fewest = min(enough, key=lambda row: row.tensor_parallel_size)
-    service = Service(fewest.alone_users, fewest.alone_tokens_per_second, fewest.alone_step_seconds or 0.0, math.inf)
-    return f" One server of {fewest.tensor_parallel_size} GPUs alone serves {_alone_users(service)}."
+    for row in answer.found.get("tensor_parallel", ()):  # in the order of their numbers of GPUs
+        service = row.alone(answer.prices)
+        if service and service.tokens_per_second >= rate:
+            return f" One server of {row.tensor_parallel_size} GPUs alone serves {_alone_users(service)}."
+    return ""
 
 
 def _alone_users(service: Service) -> str:
@@ -94,15 +91,13 @@ def _alone_users(service: Service) -> str:
 
 def _cost(answer: PlanAnswer) -> str:
     """Return the price of a million output tokens with FastDecode, and with the GPU alone."""
-    own, alone = answer.service.price_per_million_tokens, answer.alone_service
+    own = answer.service.price_per_million_tokens
+    fewest = answer.fewest_alone
+    number, alone = fewest or (0, answer.alone_service)
     other = alone.price_per_million_tokens if alone else None
     if own is None and other is None:
         return "Prices are not known: --gpu-price and --cpu-price take those of an hour of a GPU and of a host."
-    words = {"with FastDecode": own, "with the GPU alone": other}
-    if answer.fewest_alone:
-        number, fewest = answer.fewest_alone
-        other = fewest.price_per_million_tokens
-        words = {"with FastDecode": own, f"with {number} GPUs alone": other}
+    words = {"with FastDecode": own, f"with {f'{number} GPUs' if fewest else 'the GPU'} alone": other}
     unit, by = (" USD", ", by list prices") if answer.uses_list_prices else ("", "")
     costs = [f"{price:.3g}{unit} {way}" for way, price in words.items() if price is not None]
     if own and other:

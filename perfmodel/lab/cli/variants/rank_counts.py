@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import PlanError
 from fastdecode.perfmodel.lab.cli.variants.variant import PlanCase, Variant
 from fastdecode.perfmodel.lab.gpu_only import GpuOnly
+from fastdecode.perfmodel.service import Service
+from fastdecode.perfmodel.sizing import Prices
 
 COMPARED = (1, 2, 4)
 """Numbers of ranks that every plan of a named GPU and model compares."""
@@ -35,6 +37,13 @@ class RankPlan:
     alone_tokens_per_second: float = 0.0
     in_flight: int = 0
     lacks: str | None = None
+
+    def alone(self, prices: Prices) -> Service | None:
+        """Return the service of as many GPUs without R-workers; None if they serve no user. Its TTFT is unknown: inf."""
+        if not self.alone_step_seconds:
+            return None
+        price = replace(prices, num_gpus=self.tensor_parallel_size).per_million_tokens(0, self.alone_tokens_per_second)
+        return Service(self.alone_users, self.alone_tokens_per_second, self.alone_step_seconds, math.inf, price)
 
 
 class RankVariant(Variant[tuple[RankPlan, ...]]):
