@@ -1,4 +1,4 @@
-"""How soon an audit names an R-worker that is at fault, and what an audit costs.
+"""Measure how soon an audit names an R-worker that is at fault, and what an audit costs.
 
 python benchmarks/audits.py named --fault results    # 1 wrong row of 10,000: audited rows until it is named
 python benchmarks/audits.py named --fault memory     # 1 flipped bit in one block: the same

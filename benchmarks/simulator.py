@@ -1,4 +1,4 @@
-"""How fast the simulator is: python benchmarks/simulator.py
+"""Measure the speed of the simulator: python benchmarks/simulator.py
 
 Simulated steps per second of wall time with thousands of sequences in the steady state of ``sls`` (sequences of every
 age, some ending and as many starting in most steps), by number of R-workers.

@@ -21,7 +21,7 @@ from fastdecode.perfmodel.step_model import StepModel
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a model is run.
+    """The settings with which a model is run.
 
     ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
     ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker processes that
@@ -54,7 +54,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Drift:
-    """How many times slower the S-part and the R-part are now than when the profile was measured."""
+    """The factors by which the S-part and the R-part are slower now than when the profile was measured."""
 
     s_part: float = 1.0
     r_part: float = 1.0

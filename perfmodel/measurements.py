@@ -99,7 +99,7 @@ class PlanPoint:
 
 @dataclass(frozen=True)
 class ContentionPoint:
-    """How many times slower each side is while the other works on this machine's other cores.
+    """The factor by which each side is slower while the other works on this machine's other cores.
 
     ``num_kv_heads``: of the cache that the R-worker reads. An R-worker that reads more slows the S-worker more.
     """

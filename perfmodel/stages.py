@@ -227,7 +227,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times slower each side is while the other works; 1 if the sides share nothing.
+    """The factor by which each side is slower while the other works; 1 if the sides share nothing.
 
     If S and R take turns on the same cores, both slowdowns are 2, and :meth:`together` sums their seconds.
     """

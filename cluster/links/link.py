@@ -15,7 +15,7 @@ from fastdecode.cluster.wire.payload import PayloadSlots, aligned_memory
 from fastdecode.core.errors import FrameError
 
 SILENCE_SECONDS = 1.5
-"""By default, the S-worker drops an R-worker that has sent nothing for this long (`--silence-seconds`).
+"""The default time after which the S-worker drops an R-worker that has sent nothing (`--silence-seconds`).
 
 If the R-worker's process ends, the S-worker notices at once.
 """

@@ -54,7 +54,7 @@ class JoinListener:
         return self._listener.address.removeprefix("tcp://")
 
     def open(self, layout: KVLayout) -> None:
-        """From now on, open caches for ``layout`` on R-workers that join."""
+        """Open caches for ``layout`` on R-workers that join from now on."""
         self._layout = layout
 
     def joined(self) -> list[Joined]:

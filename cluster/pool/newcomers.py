@@ -80,7 +80,7 @@ class Newcomers:
         self._asked_to_leave: set[str] = set()
 
     def open(self, layout: KVLayout) -> None:
-        """From now on, open caches for ``layout`` on R-workers that join."""
+        """Open caches for ``layout`` on R-workers that join from now on."""
         self._listener.open(layout)
 
     @property

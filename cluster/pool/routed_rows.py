@@ -101,7 +101,7 @@ class RoutedRows:
                     yield worker, counts
 
     def lose(self, worker: int) -> None:
-        """From now on, set rows of o to zero if the lost R-worker ``worker`` computes any part of them."""
+        """Set rows of o to zero from now on if the lost R-worker ``worker`` computes any part of them."""
         gone = self._merge.with_part_of(worker)
         merged = self._merge.merged[gone]
         ends = merged["row"] + merged["num_rows"]

@@ -21,7 +21,7 @@ TICK_SECONDS = 0.2
 """Seconds to wait for other workers' keys and values before the S-worker's connection is checked again."""
 
 LAYERS_AHEAD = 2
-"""How many layers ahead of the computed layer a prefix is requested, so that transfers overlap with computing."""
+"""Layers by which requests for a prefix precede the computed layer, so that transfers overlap with computing."""
 
 Read = Callable[[int, np.ndarray, Callable[[], None]], None]
 """A function that queues the reading of some tokens of a prefix in one layer from their R-worker.

@@ -60,7 +60,7 @@ class EngineSettings(EngineFields):
 
     @property
     def placing(self) -> AskedPlacing:
-        """How the settings place KV caches on R-workers: range length and number of copies."""
+        """The placing of KV caches on R-workers by these settings: range length and number of copies."""
         return AskedPlacing.of(self)
 
     @property

@@ -25,7 +25,7 @@ DRAFT_CACHE_SHARE = 1 / 8
 """Share of the free memory that is used for the KV cache of a draft model."""
 
 CAN_BIND = hasattr(os, "sched_setaffinity")
-"""Whether this system binds processes to cores: Linux does, macOS does not."""
+"""True if this system binds processes to cores: Linux does, macOS does not."""
 
 
 def allowed_cores() -> set[int]:

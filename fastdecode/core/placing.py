@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placing:
-    """How sequences are cut into segments of ``segment_tokens`` tokens, each on its own R-worker.
+    """Cuts sequences into segments of ``segment_tokens`` tokens, each on its own R-worker.
     The length is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: R-workers
     that hold each segment, 1 or 2.
     """

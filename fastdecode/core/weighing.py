@@ -1,4 +1,4 @@
-"""How a query's attention is divided among the blocks of its context: requests to R-workers, and answers for users."""
+"""Shares of a query's attention in the blocks of its context: requests to R-workers, and answers for users."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Tokens = list[tuple[int, list[int]]]
 """Pairs of a sequence id and its token ids."""
 
 TokenLogprobs = list[dict[int, tuple[float, int]]]
-"""For each output token: candidate token ids with their log-probability and rank."""
+"""Candidate token ids of each output token, with their log-probability and rank."""
 
 
 @dataclass(frozen=True)

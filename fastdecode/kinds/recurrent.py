@@ -27,7 +27,7 @@ CANNOT: dict[Way, str] = {
     "states there, memory here": "this memory is for states that the S-worker keeps (state_on s); leave it out",
     "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
 }
-"""For each engine feature that recurrent states do not support, the reason."""
+"""The reason for each engine feature that recurrent states do not support."""
 
 
 class Recurrent(LayerKind, frozen=True, tag="recurrent"):

@@ -11,7 +11,7 @@ from fastdecode.scheduler.sequence import Sizes
 
 
 class Prefill(Enum):
-    """How prompt tokens share a step with decodes."""
+    """The ways in which prompt tokens share a step with decodes."""
 
     UNBOUNDED = "whole, all at once, whatever the token budget"
     FIRST = "in steps of their own, while the decodes wait"

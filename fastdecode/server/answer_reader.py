@@ -39,7 +39,7 @@ class AnswerReader(Protocol):
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """How the server splits a request's answers into content, reasoning and tool calls.
+    """Splits a request's answers into content, reasoning and tool calls.
 
     ``forced``: calls that ``tool_choice`` forces; None for a free text. ``tools``: a chat's tools that a free text may
     call; None if calls are not allowed. ``prompt``: the end of the prompt, which may open a block of reasoning.

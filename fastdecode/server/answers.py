@@ -22,7 +22,7 @@ INVALID = "invalid_request_error"
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the answers of one request look, for a chat or a completion.
+    """The form of the answers to one request, for a chat or a completion.
 
     ``return_token_ids``: include token ids. ``echoes``: the prompts, if completions begin with them. ``only_echoes``:
     completions have nothing else. ``reading``: how to split a chat's text. ``tells_thoughts``: include reasoning in

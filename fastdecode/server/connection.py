@@ -109,7 +109,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """After the answer, limit the time in which the client may send the rest of its body."""
+        """Limit the time in which the client may send the rest of its body after the answer."""
         super().on_response_complete()
         if self.cycle.more_body and not self.transport.is_closing():
             self._arm(self.transport.close)

@@ -24,7 +24,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model reasons, for chat templates that support it. ``budget_tokens`` is ignored."""
+    """A switch for reasoning, for chat templates that support it. ``budget_tokens`` is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How a model writes answers. ``with_calls``: the syntax if tools are offered. ``without``: calls stay text.
+    """A model's syntax of answers. ``with_calls``: the syntax if tools are offered. ``without``: calls stay text.
 
     ``starts_with``: the delimiter that the model omits at the beginning of an answer. ``id_length``: length of tool
     call ids, for chat templates that need a fixed one; 0 for any.

@@ -9,7 +9,7 @@ from fastdecode.core.held import HeldSequence
 from fastdecode.core.types import Verb
 
 Parts = Sequence[Mapping[int, HeldSequence]]
-"""For each rank, the sequences that the rank's part of one logical R-worker holds, by cache id."""
+"""The sequences that each rank's part of one logical R-worker holds, by cache id."""
 
 
 def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence]]:

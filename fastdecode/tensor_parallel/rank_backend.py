@@ -22,7 +22,7 @@ from fastdecode.tensor_parallel.rank_messages import Message, step_message, weig
 from fastdecode.tensor_parallel.rank_parking import MemberParks, RankParks
 
 Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
-"""For each R-worker, its CONTROL records: four integers each, as in ``StepPlan``."""
+"""The CONTROL records of each R-worker: four integers each, as in ``StepPlan``."""
 
 
 class TensorParallelBackend:

@@ -14,7 +14,7 @@ MOST_FILES, MOST_BYTES = 8, 16 << 20
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part ended: its rows, and the reason where it did not end well."""
+    """The result of a part: its rows, and the reason where it did not end well."""
 
     letter: str
     title: str

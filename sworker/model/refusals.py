@@ -32,7 +32,7 @@ NEEDS = {
     "compressed_sparse_attention": "rows that stand for several tokens in the cache",
     "heavily_compressed_attention": "rows that stand for several tokens in the cache",
 }
-"""For each unsupported kind of layer in configurations, what support would take."""
+"""The work that support of each unsupported kind of layer in configurations would take."""
 
 STATE_TYPES = frozenset(("linear_attention", "conv", "hybrid", "mamba"))
 """Configuration names of layers with a state per sequence.

@@ -39,7 +39,7 @@ class RankPlan:
     lacks: str | None = None
 
     def alone(self, prices: Prices) -> Service | None:
-        """Return the service of as many GPUs without R-workers; None if they serve no user. Its TTFT is unknown: inf."""
+        """Return the service of as many GPUs without R-workers; None if they serve no user. TTFT is unknown: inf."""
         if not self.alone_step_seconds:
             return None
         price = replace(prices, num_gpus=self.tensor_parallel_size).per_million_tokens(0, self.alone_tokens_per_second)
