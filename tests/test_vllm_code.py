@@ -14,6 +14,7 @@ from helpers import latent_zoo, model_zoo, packed_weights, r_workers
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.sworker.model.vllm_layers import OnePassNorm
 
 vllm = pytest.importorskip("vllm", reason="`make test-vllm` makes an environment with vLLM")
 
@@ -122,6 +123,25 @@ def test_models_without_such_layers_of_vllms_are_refused(kinds: Any, name: str, 
     kinds.build_model(name).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
         LLM(str(tmp_path), **SETTINGS | {"max_model_len": 256})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_compute_in_one_pass_what_vllm_computes(dtype: torch.dtype, zoo: Zoo) -> None:
+    """The residual is large, so that rounding the sum before it is normalised would show."""
+    with LLM(str(zoo["qwen3"][0]), **SETTINGS | {"dtype": str(dtype).removeprefix("torch.")}) as llm:
+        s_worker = llm.engine.world.s_worker
+        norms = [each for each in s_worker.code.module.modules() if type(each).__name__ == "RMSNorm"]
+        assert len(norms) == 4 * len(s_worker.layout.layers) + 1
+        assert all(isinstance(each._forward_method, OnePassNorm) for each in norms)
+        norm = norms[-1]
+    rows, residual = torch.randn((2, 7, len(norm.weight)), generator=torch.Generator().manual_seed(3)).to(dtype)
+    residual *= 100
+    for arguments in ((rows,), (rows, residual)):
+        found, wanted = norm(*arguments), norm.forward_native(*(each.clone() for each in arguments))
+        pairs = zip(found, wanted, strict=True) if len(arguments) == 2 else [(found, wanted)]
+        for one, other in pairs:
+            assert torch.allclose(one, other, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            assert dtype == torch.float32 or (one != other).float().mean() < 0.01
 
 
 def test_the_first_layers_draft(zoo: Zoo) -> None:

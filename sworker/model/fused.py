@@ -104,7 +104,7 @@ class Rotary:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
         """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
-        if more or options or not are_rotated_whole(q, k, cos) or _is_large(q):
+        if more or options or not are_rotated_whole(q, k, cos) or is_large(q):
             return self.own(q, k, cos, sin, *more, **options)
         angles = to_numpy(cos[0]), to_numpy(sin[0])
         return _rotated(q, *angles), _rotated(k, *angles)
@@ -125,7 +125,7 @@ def _array(rows: torch.Tensor) -> Any:
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
-def _is_large(x: torch.Tensor) -> bool:
+def is_large(x: torch.Tensor) -> bool:
     """Return whether ``x`` is so large that torch's threads together are faster than this module's one thread."""
     # Numbers of elements and of torch's threads; up to either, one thread here is faster than torch on all threads
     one_thread = 1 << 18, 4
@@ -161,7 +161,7 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
     weight = (norm.weight.detach().float() + offset).numpy()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != dtype or _is_large(x):
+        if x.dtype != dtype or is_large(x):
             own: torch.Tensor = type(norm).forward(norm, x)
             return own
         rows = x.reshape(-1, len(weight)).contiguous()
