@@ -58,7 +58,7 @@ class Shape:
 
 
 class Worker:
-    """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
+    """An engine in a process of its own. It computes its prompts and decodes while no other engine computes."""
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
         # All contexts have one length, since vLLM compiles anew for another.
@@ -144,8 +144,9 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
 def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitStack) -> dict[str, Rate]:
     """Return ours and the peer's ways by name, each ready to decode."""
     found: dict[str, Rate] = {}
-    workers = {name: Worker(*words) for name, words in engines_of(args, plain, shape).items()}
-    for name, worker in workers.items():
+    for name, words in engines_of(args, plain, shape).items():
+        # Engines start one after another: ours measures its first steps, and uses fewer threads on busy cores
+        worker = Worker(*words)
         running.callback(worker.close)
         try:
             worker.wait()
