@@ -83,11 +83,10 @@ class GpuOnly:
 
 @dataclass(frozen=True)
 class GpuStepTime:
-    """A ``StepTime(tokens, kv_tokens)``: any step of a GPU that holds the cache itself, at the roofline.
-
-    A step is the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together are
-    ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also reads
-    and writes the states of sampled sequences.
+    """Computes the seconds of any step of a GPU that holds the cache itself, at the roofline (a ``StepTime``).
+    The seconds are the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together
+    are ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also
+    reads and writes the states of sampled sequences.
     """
 
     shape: ModelShape
@@ -157,9 +156,8 @@ class GpuServer:
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
-        """Return the seconds of a decode step at the achieved rates, with the mean rows of prompts beside the decodes.
-
-        ``more_rows``: the rows of a prompt in place of that mean.
+        """Return the seconds of a decode step at the achieved rates, including the mean number of prompt rows per step.
+        ``more_rows``: a number of prompt rows to use instead of the mean.
         """
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token
