@@ -58,10 +58,9 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
 @dataclass(frozen=True)
 class GpuOnly:
     """The best result of the GPU alone. ``max_batch_size`` is 0, without throughput, if no sequence can run.
-
     ``limited_by``: "memory", "latency limit", or "time per token" (users' limits). ``ttft_seconds``: time to first
-    token of a request with a free seat and no other prompt. ``lone_step_seconds``: time per token of one user, if the
-    limit, but not memory, excludes all batches.
+    token of a request that starts at once, while no other prompt is computed. ``lone_step_seconds``: time per token of
+    one user, if the limit, but not memory, excludes all batches.
     """
 
     max_batch_size: int
