@@ -206,7 +206,7 @@ class SendProgress:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(progress_seconds)  # most sent messages arrive meanwhile
+            time.sleep(progress_seconds)  # after this time most messages have arrived and need no test
             while not self._stopped and self._move_on():
                 time.sleep(progress_seconds)
 

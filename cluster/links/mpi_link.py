@@ -171,7 +171,7 @@ class MpiLink(Link):
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:
-        """End a step's messages: wait until the sent messages have arrived, then cancel the posted receives."""
+        """Wait until the step's sent messages have arrived, then cancel its posted receives."""
         expected, sent = list(self._expected.values()), list(self._sent.values())
         self._expected, self._sent = {}, {}
         for requests in sent:

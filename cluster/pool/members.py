@@ -127,7 +127,7 @@ class PoolMembers:
 
     def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
         """Reopen the lost worker ``gone`` in the background, if it can return. ``is_last``: the pool is now empty."""
-        gone = getattr(gone, "r_worker", gone)  # the R-worker of a ``StatePair``
+        gone = getattr(gone, "r_worker", gone)  # a ``StatePair`` cannot be reopened, only its R-worker
         if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)

@@ -20,7 +20,7 @@ class Referee:
     """
 
     def __init__(self, layout: KVLayout, isa: str) -> None:
-        """``isa``: the arithmetic of the R-workers, which this process can compute in."""
+        """``isa``: the R-workers' instruction set, which this process must have too."""
         self._layout = replace(layout, isa=isa, kv_port="", weights={})
         self._caches: dict[Layer, tuple[int, _rworker.RWorker]] = {}
 

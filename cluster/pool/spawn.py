@@ -64,7 +64,7 @@ class SpawnBackend(PoolBackend):
             leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return a function that starts a process in place of ``gone``; None unless the pool is empty (``is_last``)."""
+        """Return a function that starts a process in place of ``gone``; None while other R-workers are left."""
         return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 

@@ -94,11 +94,11 @@ class PromptJob:
             self._changed.notify_all()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Return arrays for ``num_rows`` arriving rows from position ``start``. Raise FrameError if unexpected."""
+        """Return arrays for ``num_rows`` arriving rows from position ``start``. Raise FrameError for others."""
         if 0 <= layer < len(self.layout.layers) and not self.layout.layers[layer].caches_rows:
             return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
-            raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
+            raise FrameError(f"KV of job {self.prompt.job_id}: rows of its prefix; its prefix comes from R-workers")
         part = self._part_of(start)
         with self._changed:
             rows = self._rows(layer) if self._num_done <= layer < len(self.layout.layers) else None
@@ -106,11 +106,11 @@ class PromptJob:
             end = self._bounds[part + 1]
         if rows is None or part == self._own or start != expected or not 0 < num_rows <= end - start:
             raise FrameError(
-                f"KV of job {self.prompt.job_id}, layer {layer}: no place was announced for {num_rows} rows from "
+                f"KV of job {self.prompt.job_id}, layer {layer}: this worker expects no {num_rows} rows from "
                 f"position {start}"
             )
         if end > rows.end:
-            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is not before its part")
+            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is after this worker's part")
         return rows.of(start, start + num_rows)
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
@@ -119,7 +119,7 @@ class PromptJob:
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
             raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # rows of a prefix are the cache's bytes
+        for place, each in zip(places, rows, strict=True):  # a prefix's rows came as bytes, so dtypes differ
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 

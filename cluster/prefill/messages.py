@@ -95,7 +95,8 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. Those in ``stores`` store the rows.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. The R-workers in ``stores`` store the
+    prompt's keys and values.
     ``next``: the worker that gets this part's keys and values; None at a chain's end. The token ids follow separately.
     """
 
@@ -161,7 +162,6 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the message as JSON."""
     return encode_json(message)
 
 
@@ -192,9 +192,9 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
     if prompt.context_len and prompt.method != "kvr":
         raise FrameError(f"PROMPT: after a prefix the method is kvr, not {prompt.method}")
     if prompt.part >= prompt.num_parts:
-        raise FrameError(f"PROMPT: part {prompt.part} of {prompt.num_parts}")
+        raise FrameError(f"PROMPT: part {prompt.part}; the parts are 0 to {prompt.num_parts - 1}")
     if len(tokens) != prompt.end - prompt.start:
-        raise FrameError(f"PROMPT: {len(tokens)} tokens, and its part has {prompt.end - prompt.start}")
+        raise FrameError(f"PROMPT: {len(tokens)} tokens; by its bounds the part has {prompt.end - prompt.start}")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise FrameError(f"PROMPT: tokens must be 0 to {vocab_size - 1}")
     _check_places(prompt)

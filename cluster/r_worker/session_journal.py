@@ -19,7 +19,6 @@ class SessionJournal:
 
     @property
     def num_bytes(self) -> int:
-        """The journal's length in bytes."""
         return len(self.data)
 
     def check(self, start: int, num_bytes: int) -> None:
@@ -44,7 +43,6 @@ class SessionJournal:
             self.data = data
 
     def clear(self) -> None:
-        """Free the journal."""
         self.data = bytearray()
 
 

@@ -117,7 +117,7 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
     """Return ``channel`` once both ends have proven that they hold the key, if ``security`` asks for proofs.
 
-    On failure, close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
+    On failure, close ``channel``, and raise BackendError, or WorkerLostError if the other end, ``name``, is gone.
     """
     try:
         if security.proof_key is not None:

@@ -176,7 +176,6 @@ class WakeJob(_Job):
         return 1
 
     def close(self) -> None:
-        """Close the file."""
         self._settle()
         if self._end:
             wait([self._end])
