@@ -74,7 +74,6 @@ class StateFiles:
             self._save(states, farthest, behind[farthest])
 
     def close(self) -> None:
-        """Wait for the file being written; may be called twice."""
         self._threads.shutdown()
 
     def remove_all(self) -> None:

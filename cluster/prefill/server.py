@@ -133,7 +133,6 @@ class PrefillServer:
             self._port.send(self._peer, kind, *parts)
 
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Handle one frame from the peer ``identity``, in the port's thread."""
         handler = self._handlers.get(frame.kind)
         if frame.kind is Kind.BYE and identity != self._peer:
             return  # the frame is from an S-worker that was refused, or is served no more

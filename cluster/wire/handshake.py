@@ -147,7 +147,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
     """Send ``nonce`` as a CHALLENGE; return (both nonces concatenated, the R-worker's proof).
 
-    The R-worker numbers its answers from 0; the nonces show that they are new.
+    The R-worker numbers its answers from 0; the nonces show that an answer is new.
     """
     conversation = Conversation(channel)
     body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)

@@ -1,4 +1,4 @@
-"""The bodies of frames, to bytes and back, with every value checked; those of each step are in payload.py."""
+"""Encodes, decodes and checks the bodies of frames, except for those of each step, which are in payload.py."""
 
 from __future__ import annotations
 

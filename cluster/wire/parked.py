@@ -1,4 +1,4 @@
-"""The bodies of frames about parked chains, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the bodies of frames about parked chains."""
 
 from __future__ import annotations
 
