@@ -130,7 +130,9 @@ def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_byte
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest integer up to ``most`` that ``meets``, by doubling and bisection. ``meets(0)`` must hold."""
+    """Return the largest integer up to ``most`` for which ``meets`` is true; search by doubling and bisection.
+    ``meets`` must be true for 0 and for all integers below the result.
+    """
     high = 1
     while high <= most and meets(high):
         high *= 2

@@ -134,7 +134,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             index=index,
             state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
             mlp_layers=hybrid.mlps if hybrid else 0,
-            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # a second projection of queries
+            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # queries are projected twice
             beside_attention=_beside_attention(config),
             max_context=_max_context(config),
             weight_bits=_weight_bits(whole),
@@ -249,7 +249,7 @@ def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts:
         return config["moe_intermediate_size"]
     intermediate = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     given = next((config[key] for key in intermediate if config.get(key)), None)
-    if given and config.get("block_auto_adjust_ff_dim"):  # LFM2
+    if given and config.get("block_auto_adjust_ff_dim"):  # a key of LFM2
         of, multiple = int(2 * given / 3), config["block_multiple_of"]
         return -(-int(config["block_ffn_dim_multiplier"] * of) // multiple) * multiple
     return given or config.get("expansion_ratio", 4) * hidden_size

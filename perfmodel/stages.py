@@ -201,7 +201,7 @@ class Transport:
 
     def __post_init__(self) -> None:
         if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
-            raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
+            raise ConfigError("a link must have a bandwidth above zero; bytes and latency must be at least zero")
 
     def of_layers(self, share: float) -> Transport:
         """Return this link for the mean layer if only a fraction ``share`` of the layers use the link."""

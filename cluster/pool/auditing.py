@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class RandomAudit(Audit):
     """Audits a fraction of all rows, chosen at random.
     If the sequence has a second copy, its R-worker attends the row again. Otherwise this process does so, over the keys
-    and values that the row's own R-worker returns. These R-workers also check the blocks' checksums.
+    and values that the row's own R-worker returns. Every R-worker that is asked also checks its blocks' checksums.
     """
 
     is_on = True
@@ -49,7 +49,7 @@ class RandomAudit(Audit):
         if len(isas) > 1:
             raise ConfigError(
                 f"audit: R-workers attend in different arithmetic ({', '.join(f'{k} on {v}' for k, v in isas.items())})"
-                f", so their results differ: --uniform-arithmetic {best_common_isa(isas)} makes all use one"
+                f", so their results differ: start each with --uniform-arithmetic {best_common_isa(isas)}"
             )
         self._layout, self._ask, self._last = layout, ask, len(layout.layers) - 1
         self._chooser = RowChooser(self._fraction, layout.audited_layers, self._seed)
@@ -62,8 +62,8 @@ class RandomAudit(Audit):
         """Compute third results in ``isa``, the arithmetic of the first R-workers. Raise ConfigError if impossible."""
         if not attends_in(isa):
             raise ConfigError(
-                f"audit: R-workers attend in {isa}, which this host lacks: start all with --uniform-arithmetic "
-                f"and an instruction set that it has"
+                f"audit: R-workers attend in {isa}, which this host lacks: start all R-workers with "
+                f"--uniform-arithmetic and an instruction set of this host"
             )
         self._isa, self._referee = isa, Referee(self._layout, isa)
 
@@ -148,7 +148,7 @@ class RandomAudit(Audit):
             self._waits.append((index, count, self._ask(index, asked[:count])))
 
     def _is_large(self, row: AuditedRow) -> bool:
-        """Return whether the keys and values of the row's layer exceed a frame; then only checksums are compared."""
+        """Return whether the keys and values of the row's layer do not fit a frame, so only checksums are compared."""
         return answer_bytes(self._layout, replace(row.question, mode=AuditMode.ROWS)) > FRAME_LIMIT
 
     def _most(self, asked: Sequence[AuditQuestion]) -> int:
@@ -161,7 +161,7 @@ class RandomAudit(Audit):
         self._answers[index] = None if answers is None or before is None else before + answers
 
     def _compare(self, row: AuditedRow, own: AuditAnswer, other: AuditAnswer | None) -> list[Verdict]:
-        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: that of ``row.checker``."""
+        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: the answer of ``row.checker``."""
         self.num_rows += 1
         for index, answer in ((row.worker, own), (row.checker, other)):
             if answer and answer.is_damaged:
@@ -198,6 +198,6 @@ class RandomAudit(Audit):
         return [Verdict(wrong, f"its attention in layer {layer} differs from two other computations of the same row")]
 
     def _rows_of(self, index: int, row: AuditedRow) -> np.ndarray | None:
-        """Return keys and values of the row's layer on R-worker ``index``; None if it is lost."""
+        """Return keys and values of the row's layer on R-worker ``index``; None if that R-worker is lost."""
         answers = self._ask(index, [replace(row.question, mode=AuditMode.ROWS)])()
         return answers[0].found if answers else None

@@ -165,9 +165,9 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """Yield R-worker ``index`` for a request within the context; ``what`` names the request in errors.
+        """Yield R-worker ``index``, to which the caller makes a request in the ``with`` block.
 
-        Raise BackendError if there is no such R-worker, or the R-worker refuses the request.
+        ``what`` names the request in errors. Raise BackendError if there is no such R-worker or it refuses the request.
         """
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
@@ -261,7 +261,6 @@ class PoolBackend(PoolMembers):
 
 
 def _answered(wait: Callable[[], Answer], worker: PoolWorker) -> Answer:
-    """Call ``wait`` and return the answer of ``worker``."""
     return wait()
 
 

@@ -61,7 +61,7 @@ class StateFiles:
         return kept
 
     def before_step(self, states: _rworker.RWorker, plan: WorkerPlan) -> None:
-        """Remove files of sequences that ``plan`` cuts below the saved tokens; save one state if it is time."""
+        """Remove files of sequences that ``plan`` cuts below the saved tokens; save one state if one is due again."""
         ends = self._ends(plan)
         for cache_id, num_tokens in ends.items():
             if num_tokens < self._tokens.get(cache_id, 0):
@@ -74,7 +74,6 @@ class StateFiles:
             self._save(states, farthest, behind[farthest])
 
     def close(self) -> None:
-        """Wait for the file being written; may be called twice."""
         self._threads.shutdown()
 
     def remove_all(self) -> None:

@@ -37,8 +37,8 @@ class PortHeads:
         """Raise FrameError unless ``num_ports`` ports together take all KV heads, each head equally often."""
         for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
             if num_ports % (layer.num_kv_heads // count):
-                each = f"{num_ports} ports take {count} KV heads each"
-                raise FrameError(f"PROMPT: {each}, and the model's {layer.num_kv_heads} cannot be shared out so")
+                each = f"{num_ports} ports of {count} KV heads each"
+                raise FrameError(f"PROMPT: {each} do not take each of the model's {layer.num_kv_heads} equally often")
 
     def of(self, layer: int, port: int, num_ports: int) -> slice:
         """Return the range of KV heads of ``layer`` that port ``port`` of ``num_ports`` takes."""

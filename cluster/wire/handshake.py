@@ -117,7 +117,7 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
     """Return ``channel`` once both ends have proven that they hold the key, if ``security`` asks for proofs.
 
-    On failure, close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
+    On failure, close ``channel``, and raise BackendError, or WorkerLostError if the other end, ``name``, is gone.
     """
     try:
         if security.proof_key is not None:
@@ -147,7 +147,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
     """Send ``nonce`` as a CHALLENGE; return (both nonces concatenated, the R-worker's proof).
 
-    The R-worker numbers its answers from 0; the nonces show that they are new.
+    The R-worker numbers its answers from 0; the nonces show that an answer is new.
     """
     conversation = Conversation(channel)
     body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)

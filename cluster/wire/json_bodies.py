@@ -1,4 +1,4 @@
-"""Frame bodies in JSON, to bytes and back, and the texts in them."""
+"""Encodes and decodes frame bodies in JSON, and checks the texts in them."""
 
 from __future__ import annotations
 

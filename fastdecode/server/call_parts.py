@@ -55,7 +55,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def mended_escapes(text: str) -> str:
-    """Return the JSON ``text`` with each escape of a lone surrogate replaced by that of U+FFFD, which is as long."""
+    r"""Return the JSON ``text`` with each escape of a lone surrogate, such as \ud800, replaced by \ufffd."""
     if "\\u" not in text:
         return text
     escapes = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")

@@ -10,7 +10,7 @@ from fastdecode.server.call_parts import CallPart
 
 
 class ChatWriter:
-    """Writes the message of one answer. Reasoning goes into two fields; ``reasoning`` is vLLM's newer name."""
+    """Writes the message of one answer. It has reasoning twice: as ``reasoning`` and under vLLM's older field name."""
 
     def __init__(self, reading: AnswerReading, answer: str, tells_thoughts: bool = True) -> None:
         """``answer``: the answer's id, from which ids of calls are derived."""

@@ -166,12 +166,12 @@ class Keeper:
             else:
                 failed = api_error(exchange.error)
                 kept.failure = Failure(failed.status, str(failed), failed.kind)
-            self._write(self._store.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
+            self._write(self._store.write, kept).add_done_callback(lambda done: self._count_stored(held, done.result()))
             return
         held.is_written = True
         self.left(held.request)
 
-    def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
+    def _count_stored(self, held: _Held, num_bytes: int | None) -> None:
         """Count the stored answer's ``num_bytes`` (None: writing failed); delete the oldest answers above limits."""
         if held.is_deleted:
             return

@@ -182,7 +182,7 @@ class ServerSettings:
         reserved = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
                               "add_special_tokens", "continue_final_message"})  # fmt: skip
         if taken := sorted(reserved & self.default_chat_template_kwargs.keys()):
-            raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests and flags say it")
+            raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests or flags set it")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r:.80}")
 

@@ -41,7 +41,7 @@ class BatchSearch:
         return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
 
     def smallest(self) -> int:
-        """Return the smallest batch that some number of R-workers keeps up with, which has the shortest steps."""
+        """Return the smallest mini-batch that some number of R-workers keeps up with; it has the shortest steps."""
         if self.planner.num_r_workers:
             return 1
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             _time_batches(llm, args, latencies)
         except KeyboardInterrupt as stop:
             interrupted = stop
-        if latencies:  # first: closing the engine fails if its trace is not writable
+        if latencies:  # before the engine is closed, which may fail
             report = latency_report(latencies)
             print(*latency_lines(report), sep="\n", flush=True)
             write_json(report, args.output_json)

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = bench_config(engine_config(args), lengths[-1])
     spec = config.prefill_worker_spec
     if spec and spec.count < counts[-1]:
-        raise ConfigError(f"workers: up to {counts[-1]}, and prefill_workers names {spec.count}")
+        raise ConfigError(f"workers: {counts[-1]} prefill workers are needed, and prefill_workers has {spec.count}")
     from fastdecode.perfmodel.lab.measure.prefill_bench import report
     from fastdecode.perfmodel.lab.measure.prefill_runs import LivePrefill
 
@@ -106,7 +106,7 @@ def measure(
     wanted: tuple[list[int], list[int], list[str]],
     take: Callable[[PrefillRow], object],
 ) -> None:
-    """Measure rates first, unless a profile has them; then each row, passed to ``take`` at once."""
+    """Measure the prefill workers' rates, unless a profile has them. Then measure each row and pass it to ``take``."""
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillBench, num_measurements
 
     lengths, counts, methods = wanted

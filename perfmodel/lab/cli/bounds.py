@@ -58,7 +58,7 @@ def check_simulated_time(
         return
     seats = max(1, min(seats, count))
     steps = max(sum(output_lens) / seats, max(output_lens)) + sum(prompt_lens) / max(batch_tokens, 1)
-    # Time of a simulated step: once, per sequence, per R-worker
+    # Seconds that simulating one step takes: a fixed part, a part per sequence, and one per R-worker
     step_seconds, sequence_seconds, r_worker_seconds = 5e-4, 2.5e-6, 8e-6
     of_step = step_seconds + sequence_seconds * seats + r_worker_seconds * num_r_workers
     seconds = runs * steps * of_step
@@ -66,7 +66,7 @@ def check_simulated_time(
     most_seconds = 60.0
     if seconds <= most_seconds:
         return
-    # A run of fewer steps than this is fast enough with few R-workers
+    # With fewer steps than this, the advice is to take fewer R-workers, not fewer requests
     many_steps = 20_000
     if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
         most = int(num_r_workers * most_seconds / seconds)

@@ -75,7 +75,7 @@ def _larger_server(answer: PlanAnswer) -> str:
     alone, rate = answer.alone_service, answer.service.tokens_per_second
     if not alone or answer.case.inputs.one_host or alone.tokens_per_second >= rate:
         return ""
-    for row in answer.found.get("tensor_parallel", ()):  # in the order of their numbers of GPUs
+    for row in answer.found.get("tensor_parallel", ()):
         service = row.alone(answer.prices)
         if service and service.tokens_per_second >= rate:
             return f" One server of {row.tensor_parallel_size} GPUs alone serves {_alone_users(service)}."
@@ -110,7 +110,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _owned(answer: PlanAnswer, unit: str) -> str:
-    """Return FastDecode's price with hosts that cost nothing; "" with ``--cpu-price`` or on one host."""
+    """Return FastDecode's price if the user owns the hosts; "" if ``--cpu-price`` says so already, or on one host."""
     prices, service = answer.prices, answer.service
     given = answer.case.planner.prices.cpu_host_per_hour
     if answer.case.inputs.one_host or given is not None or prices.gpu_per_hour is None:

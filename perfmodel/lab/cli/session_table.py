@@ -33,7 +33,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Each way to serve ``sessions`` sessions of ``context`` tokens. ``beyond``: the model's limit is shorter."""
+    """The ways to serve ``sessions`` sessions of ``context`` tokens.
+    ``beyond``: the model has no such long contexts.
+    """
 
     context: int
     sessions: int

@@ -1,4 +1,4 @@
-"""``fastdecode simulate``: the live scheduler against the performance model."""
+"""``fastdecode simulate``: runs the engine's own scheduler, with step times from the performance model."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
-    """Update the progress bar; return False, so that the run continues."""
+    """Update the progress bar. Return False: the simulator asks its callback whether to stop."""
     bar.update(simulator.num_finished - bar.n)
     return False
 
