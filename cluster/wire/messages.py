@@ -182,7 +182,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:
-    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: its kind."""
+    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: the worker's role."""
     return encode_json(_Join(address, role))
 
 
