@@ -192,7 +192,7 @@ class Spin:
         self._rest_seconds, self._rests_until = REST_SECONDS[0], -math.inf
 
     def until(self, look: Callable[[], Found]) -> Found:
-        """Call ``look`` until its result is true, or busy waiting no longer pays; return the last result."""
+        """Call ``look`` until its result is true, for SPIN_SECONDS at most or until a rest; return the last result."""
         found = look()
         now = self._now()
         end = now + self._most_seconds

@@ -67,7 +67,7 @@ class PeerChannel:
         self._listener.skip()
 
     def _look_at_connection(self) -> None:
-        """If any connection has ended, test whether this peer's is open. Raise ConnectionError if the peer is gone."""
+        """If any peer's connection has ended, test this peer's. Raise ConnectionError if this peer is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
         # Seconds for which this peer is tested after some connection has ended
         departure_seconds = 2.0

@@ -117,10 +117,10 @@ class Port:
         open_kinds: Collection[Kind] = (),
         niceness: int = 0,
     ) -> None:
-        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``:
-        added to that of the port's and libzmq's threads, as by the command ``nice``.
+        how much to raise the niceness of the port's and libzmq's threads, which lowers their priority.
         """
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._handle, self._open_kinds = handle, frozenset(open_kinds)
@@ -155,7 +155,7 @@ class Port:
             self._bell.ring()
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
-        """Send the peer a REFUSED frame that does not tell the epoch. Call this only from the handler."""
+        """Send a REFUSED frame without the epoch, which a stranger must not learn. Call this only from the handler."""
         self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
 
     def renew_epoch(self) -> None:

@@ -115,7 +115,7 @@ class SharedMemoryLink(Link):
             os.close(self._descriptor)
             self._descriptor = -1
         self._memory = np.zeros(0, np.uint8)
-        if self._slots:  # while views of the shared memory exist, the mapping and its file descriptor stay open
+        if self._slots:  # drop the views of the shared memory, which keep it mapped and a file descriptor open
             self._slots.place(self._memory)
 
 

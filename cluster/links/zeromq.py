@@ -75,7 +75,7 @@ class ZmqChannel(ZmqSocket):
 
     def send(self, parts: Sequence[Any]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        retry_seconds = 0.02  # between two attempts to send to a full queue
+        retry_seconds = 0.02  # seconds between two attempts to send to a full queue
         while True:
             try:
                 self.send_message(parts, zmq.NOBLOCK)
@@ -146,7 +146,7 @@ class ZmqListener(ZmqSocket):
         part_bytes: int = FRAME_LIMIT,
         received: int = MAX_QUEUED,
     ) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
         ``ZmqSocket``.
@@ -173,7 +173,7 @@ class ZmqListener(ZmqSocket):
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel | None:
-        """Return a channel to the sender of the next message, which the channel receives first; None without one."""
+        """Return a channel to the sender of the next message, or None; its ``receive`` begins with that message."""
         try:
             identity = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:

@@ -25,7 +25,7 @@ Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
 
 
 class Verdict(NamedTuple):
-    """An audit's finding: the index of the R-worker at fault, and why; -1 if two differ and either may be wrong."""
+    """An audit's finding: the index of the R-worker at fault, and why; -1 if it is unknown which of two is at fault."""
 
     worker: int
     reason: str
@@ -64,7 +64,7 @@ class Audit:
         return []
 
     def abandon(self) -> None:
-        """Forget the open step."""
+        """Drop the audit of the open step, since the pool abandons the step."""
 
     def close(self) -> None:
         """Free memory; may be called twice."""

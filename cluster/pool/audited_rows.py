@@ -69,7 +69,7 @@ class RowChooser:
         return chosen
 
     def _candidates(self, plan: StepPlan) -> list[tuple[float, int, int, int, int, int]]:
-        """Return (turn, sequence id, R-worker, mini-batch, span's index, number of rows) of each span with queries."""
+        """Return (time of its next audit, sequence id, R-worker, mini-batch, index, number of rows) of each span."""
         found = []
         for worker, part in enumerate(plan.workers):
             for number, spans in enumerate(part.mini_batches):

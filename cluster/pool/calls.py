@@ -66,7 +66,7 @@ class Calls:
             return decode(self.body(self.answer(answer, spins=spins), most_bytes))
 
     def close(self, farewell: bool = True) -> None:
-        """Send BYE, if ``farewell`` is set and the R-worker is there, and close the link; may be called twice."""
+        """Send BYE, if ``farewell`` is set and the link is not broken, and close the link; may be called twice."""
         link, self.link = self.link, None
         if link is None:
             return

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMembers:
-    """The R-workers of a pool by index. The index remains when its R-worker is lost.
+    """The R-workers of a pool by index. A lost R-worker keeps its index.
 
     ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where R-workers
     join; None if they cannot.

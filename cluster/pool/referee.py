@@ -1,4 +1,4 @@
-"""The third computation of an audited row, on the S-worker's host."""
+"""Computes audited rows again on the S-worker's host, to check an R-worker or decide between two."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ TAKE_SECONDS = 5.0
 class RemoteWorker(PoolWorker):
     """A ``PoolWorker`` over a link to another process. Once the link is lost, every call raises WorkerLostError.
 
-    Ctrl-C waits until a request is answered, since unread bytes of an answer would garble the next answer. Between
+    Ctrl-C waits until a request is answered, since unread bytes of an answer would garble the next answer. During the
     layers of a step Ctrl-C acts at once, since ``abandon_step`` drops their messages. ``link``: None unless open.
     """
 
@@ -74,7 +74,7 @@ class RemoteWorker(PoolWorker):
     ) -> None:
         """``open`` calls ``connect``, which starts the process or the connection, or raises BackendError.
 
-        ``lease``: set for a named session, which ``opened`` asks for during ``take_seconds``.
+        ``lease``: set for a named session, which ``opened`` requests repeatedly for up to ``take_seconds``.
         """
         self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
@@ -140,7 +140,7 @@ class RemoteWorker(PoolWorker):
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """Adopt the lease's epoch from ``welcome``; return the sequences kept from the previous S-worker."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
-            raise self.calls.lose("the R-worker serves a named session that was not asked for, or none")
+            raise self.calls.lose("the R-worker serves a named session without being asked, or none although asked")
         if self._lease is not None:
             self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
         if not welcome.goes_on:

@@ -48,7 +48,7 @@ class PoolWorker:
         """Start attention of one layer for a mini-batch's rows on this R-worker. ``wait`` returns when o is filled.
 
         Arrays are as in ``AttentionBackend.submit`` and ``collect``, with this worker's rows only. Partial results:
-        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None if none.
+        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says, or None.
         """
         raise NotImplementedError
 

@@ -81,7 +81,7 @@ class PrefillServer:
         }
 
     def listen(self, host: str, port: int) -> str:
-        """Open the port; return its address, "host:port". Raise OSError if that is impossible."""
+        """Open the port; return its address, "host:port". Raise OSError if listening fails."""
         self._port = Port(host, port, self._security, self._handle, open_kinds=frozenset({Kind.HELLO}))
         return self._port.address
 
@@ -133,7 +133,6 @@ class PrefillServer:
             self._port.send(self._peer, kind, *parts)
 
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Handle one frame from the peer ``identity``, in the port's thread."""
         handler = self._handlers.get(frame.kind)
         if frame.kind is Kind.BYE and identity != self._peer:
             return  # the frame is from an S-worker that was refused, or is served no more

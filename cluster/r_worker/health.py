@@ -31,8 +31,8 @@ class HealthPort(ThreadingHTTPServer):
 
     /live tells whether the process works; /health also tells whether it can be given work.
 
-    Clients cannot harm the R-worker, since their time, bytes and number are limited. Raise ConfigError if it cannot
-    listen at ``host`` and ``port`` (0: any).
+    Clients cannot harm the R-worker, since their time, bytes and number are limited. Raise ConfigError if ``host`` and
+    ``port`` (0: any) are not available.
     """
 
     daemon_threads = True
@@ -52,7 +52,7 @@ class HealthPort(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The "host:port" at which it listens."""
+        """The "host:port" of this health port."""
         host, port = self.server_address[:2]
         return f"{host!s}:{port}"
 
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_SECONDS
 
     def setup(self) -> None:
-        """Limit the connection before its request is read."""
+        """Limit the bytes that are read from this connection."""
         super().setup()
         self.rfile = _Limited(self.rfile)  # type: ignore[assignment]
 

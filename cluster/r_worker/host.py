@@ -220,14 +220,14 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
-    """Return attention weights per block, or score norms per head. Raise ValueError or KeyError if impossible."""
+    """Return attention weights per block, or (max, sum) of scores per head. Raise ValueError or KeyError on failure."""
     part, queries = asked.part, list(asked.queries)
     found = worker.weigh(
         sequence_id=part.sequence_id, position=part.position, offset=part.offset, block=asked.block,
         layers=list(asked.layers), queries=queries, norms=asked.norms, finds_norms=asked.finds_norms,
     )  # fmt: skip
     if not asked.finds_norms and len(found) != asked.num_blocks:
-        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, and {len(found)} are here")
+        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, not {len(found)}")
     return found
 
 

@@ -65,7 +65,7 @@ class ActorGroup:
         self.ask = choose_ask(count, nodes, num_threads, kv_cache_bytes, strict)
         wait_seconds = os.environ.get("FASTDECODE_RAY_SECONDS")
         if wait_seconds is None:
-            check_fits(self.ask, nodes)  # otherwise an autoscaler may add nodes meanwhile
+            check_fits(self.ask, nodes)  # the variable is for clusters whose autoscaler may add nodes meanwhile
         self._actors: list[Any] = []
         self._group: PlacementGroup = placement_group([self.ask.bundle] * count, strategy=self.ask.strategy)
         if not self._group.wait(_seconds(wait_seconds)):
@@ -111,7 +111,7 @@ class ActorGroup:
 def connect(stack: contextlib.ExitStack) -> bool:
     """Connect to the cluster at RAY_ADDRESS, or to one on this machine, or start one; return True if it was started.
 
-    When ``stack`` closes, it disconnects, and ends a cluster that was started.
+    When ``stack`` closes, this process disconnects, and a cluster that it started ends.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):

@@ -55,7 +55,7 @@ class Ask:
 def choose_ask(
     count: int, nodes: Sequence[Node], num_threads: int | None, kv_cache_bytes: int | None, strict: bool = False
 ) -> Ask:
-    """Return the request for ``count`` R-workers. For a None, it asks for the largest equal share of ``nodes``.
+    """Return the request for ``count`` R-workers. A number that is None becomes the largest equal share of ``nodes``.
 
     The share of memory is KV_CACHE_SHARE of what Ray counts on a node, divided by the most R-workers that it may get.
     """

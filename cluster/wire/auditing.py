@@ -1,4 +1,4 @@
-"""The frames AUDIT and AUDITED, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the frames AUDIT and AUDITED."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of frames, to bytes and back, with every value checked; those of each step are in payload.py."""
+"""Encodes, decodes and checks the bodies of frames, except for those of each step, which are in payload.py."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:
-    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: its kind."""
+    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: the worker's role."""
     return encode_json(_Join(address, role))
 
 

@@ -1,4 +1,4 @@
-"""The frames WEIGH and WEIGHED, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the frames WEIGH and WEIGHED."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class RequestStore(Protocol):
 
 
 class KeptFiles:
-    """A ``RequestStore`` in files beside those of a journal, for one server at a time."""
+    """A ``RequestStore`` in files next to a journal's files, for one server at a time."""
 
     most_bytes: float = math.inf
 

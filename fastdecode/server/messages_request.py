@@ -68,7 +68,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat request that means the same. Raise RequestError for unsupported or invalid values."""
+    """Return ``request`` as a request of OpenAI's chat API. Raise RequestError for unsupported or invalid values."""
     if request.mcp_servers:
         raise RequestError("mcp_servers is not supported: connect to them from the client, and give their tools")
     choice, messages = request.tool_choice, _system(request.system) + _messages(request.messages)

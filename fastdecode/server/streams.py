@@ -30,7 +30,7 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Sends the answer to ``request``, whole or as a stream, in a subclass's form. ``last``: the end of a stream."""
+    """Sends the answer to ``request``, whole or as a stream, in a subclass's form. ``last``: a stream's last bytes."""
 
     last = b""
 

@@ -78,7 +78,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return self.num_block_pieces + (self.end_bytes > 0)
 
     def piece_tokens(self, number: int) -> int:
-        """Return the number of tokens in piece ``number``, one with blocks."""
+        """Return the number of tokens in the blocks of piece ``number``."""
         return min(PIECE_TOKENS, self.num_blocks * self.block_size - number * PIECE_TOKENS)
 
     def piece_bytes(self, number: int) -> int:
@@ -168,7 +168,7 @@ class ChainReader:
         return file_name(self.head.fingerprint, self.marks[-1])
 
     def place(self, number: int) -> tuple[int, bytes]:
-        """Return the offset of piece ``number`` in the file, and the bytes with which its checksum begins."""
+        """Return the offset of piece ``number`` in the file, and the seed of its checksum."""
         head = self.head
         blocks_before = min(number * PIECE_TOKENS // head.block_size, head.num_blocks)
         offset = self._start + (number + 1) * _CHECKSUM_BYTES + blocks_before * head.block_bytes
