@@ -236,7 +236,7 @@ def test_a_chat_has_its_log_probabilities_per_token() -> None:
     wanted = BatchLine("a", CHAT, {"messages": [], "logprobs": True, "top_logprobs": 1})
     assert chat_params(logprobs=True, top_logprobs=1).logprobs == 1
     assert chat_params(logprobs=False).logprobs is None
-    with pytest.raises(RequestError, match="true beside top_logprobs"):
+    with pytest.raises(RequestError, match="true if top_logprobs is given"):
         chat_params(top_logprobs=1)
     entries = ({7: Logprob(-0.5, 2, "é"), 8: Logprob(-0.25, 1, None)},)
     output = RequestOutput("a", None, [1], [CompletionOutput(0, "é", (7,), "stop", None, entries)], True)

@@ -141,7 +141,7 @@ class RoutedRows:
     def partials_of(self, worker: int) -> np.ndarray:
         """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
         if self._spec is None:
-            raise ValueError("no layer was scattered")
+            raise ValueError("no layer was scattered: call scatter first")
         return self._partials(self._spec)[worker]
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
