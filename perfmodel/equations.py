@@ -86,7 +86,7 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
 
     F = ``output_len``·M / ``in_flight``, where M, the sequences that start together, is a whole number of at least 1.
     """
-    intervals_per_sequence = 32  # the peak load is then 1/32 above the mean (the paper's F = 32 of S = 1024)
+    intervals_per_sequence = 32  # so that the peak load is 1/32 above the mean, as in the paper
     together = max(1, round(in_flight / intervals_per_sequence))
     return max(1, round(output_len * together / in_flight))
 

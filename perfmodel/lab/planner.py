@@ -148,7 +148,7 @@ class Planner:
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
-        most_for_slowest = 1.5  # R-workers are at most this many times equation 11's
+        most_for_slowest = 1.5  # at most this many times the R-workers of equation 11
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), most_for_slowest)
