@@ -43,7 +43,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
-        """Return the names of prefixes on R-worker ``worker`` with which ``tokens`` begin and that end within a block."""
+        """Return the names of prefixes on R-worker ``worker`` that begin ``tokens`` and end within a block."""
         size, names = self._workers.block_size, list[bytes]()
         for depth, block_hash in enumerate(block_hashes, 1):
             for each in self._by_hash.get(block_hash, {}).values():

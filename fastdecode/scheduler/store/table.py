@@ -159,7 +159,7 @@ class SequenceTable:
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return the sum of ``counts``, one per row, over the tails with a copy on each R-worker; int64 [num_workers]."""
+        """Return the sum of ``counts``, one per row, over the tails that each R-worker has; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
