@@ -2,8 +2,8 @@
 
 python benchmarks/audits.py named --fault results    # audited rows until it is named, if 1 of 10,000 rows is wrong
 python benchmarks/audits.py named --fault memory     # audited rows until it is named, if 1 bit of a block has flipped
-python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01, divided by tokens/s without python
-benchmarks/audits.py pool                     # CPU time of R-workers with audits and without; needs no model
+python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01, divided by tokens/s without
+python benchmarks/audits.py pool                     # CPU time of R-workers with audits and without; needs no model
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def time_cost(args: argparse.Namespace) -> None:
 
 
 def pool_cost(args: argparse.Namespace) -> None:
-    """Print the CPU time of two R-workers with the audit, divided by that of two others without, all in here."""
+    """Print the CPU time of two R-workers with the audit, divided by that of two others without.
+    All four are in this process; the pairs take turns.
+    """
     layers = (Dense(8, 4, 128, 128, 0.1),) * 8
     pools = [InprocBackend([RWorkerSize(512 << 20, 1)] * 2, 32) for _ in range(2)]
     pools[1].set_audit(args.audit, 0)

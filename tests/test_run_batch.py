@@ -268,7 +268,7 @@ def test_a_file_that_is_no_batch_is_one_line(
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ('{"custom_id": "b", "response": {}}\n', "answers 'b', which the input does not ask"),
+        ('{"custom_id": "b", "response": {}}\n', "answers 'b', which is not in the input"),
         ('{"custom_id": "a"}\n', "no answer"),
         ('{"custom_id": "a", "response": {"status_code": 200, "body": {"model": "other"}}}\n', "by model 'other'"),
         ('{"custom_id": [], "response": {}}\n', "no answer"),

@@ -39,7 +39,7 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # else the drafter has computed prompts in this time
+        if policy and len(proposed) == len(wanted):  # without drafts, prompts took time
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:

@@ -110,7 +110,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the folder; may be called twice. If this process made the folder and recorded nothing, remove it."""
-        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # nobody has taken it over
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # still this process's folder
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:

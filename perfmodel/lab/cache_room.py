@@ -67,5 +67,5 @@ class CacheRoom:
 
 
 def round_up(number: float) -> int:
-    """Return ``number`` rounded up, ignoring the last bits of a division."""
+    """Return ``number`` rounded up, but not because of a rounding error just above an integer."""
     return math.ceil(number - 1e-9 * abs(number))

@@ -57,6 +57,7 @@ class Sampler:
         if not rows:
             return []
         best = logits.max(dim=-1)  # one pass gives the likeliest token, and shows whether the row failed
+        # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
         for part in _chunks(

@@ -87,7 +87,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _check_worker(event: WorkerEvent, num_known: int, where: str) -> None:
     name = NAMES[event.is_prefill]
     if event.kind == JOIN and event.worker > num_known:
-        raise ConfigError(f"{where}: {name} {event.worker} joins, and the next new one has number {num_known}")
+        raise ConfigError(f"{where}: {name} {event.worker} joins, and the next new one must have number {num_known}")
     if event.kind != JOIN and event.worker >= num_known:
         there = f"there are {num_known}, from 0 on" if num_known else "there are none"
         raise ConfigError(f"{where}: there is no {name} {event.worker} at {event.seconds:g} s; {there}")
