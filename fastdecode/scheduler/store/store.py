@@ -236,7 +236,7 @@ class Store:
         self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
-        """Give ``sequence``, which starts in one segment, a second copy on ``worker`` from the other copy of ``hit``."""
+        """Give ``sequence``, which starts in one segment, a second copy on ``worker`` from the twin of ``hit``."""
         segment, copy = sequence.tail, Copy(worker)
         if hit:
             twin = hit.source.twin(hit)
