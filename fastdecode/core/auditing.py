@@ -33,10 +33,10 @@ class AuditMode(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class AuditQuestion:
-    """An audit's question to an R-worker: one row in one layer of its sequence ``sequence_id``.
-    ``position``: the row's position in that sequence, which may be a segment of a longer one. ``num_tokens``: tokens
-    that the R-worker stores of it, with the open step's. ``query``: [1, num_heads, query_dim] in the model's dtype, if
-    the mode attends.
+    """An audit's question to an R-worker about one row in one layer of its sequence ``sequence_id``.
+    ``position``: the row's position in that sequence, which may be a segment of a longer one. ``num_tokens``: how many
+    tokens of it the R-worker stores, those of the open step included. ``query``: [1, num_heads, query_dim] in the
+    model's dtype, if the mode attends.
     """
 
     mode: AuditMode

@@ -80,7 +80,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
     """Yield each cgroup hierarchy that may limit ``controller``: its mount point, and this process's path in it."""
-    paths = {"": ""}  # by controller of version 1; "" stands for version 2
+    paths = {"": ""}  # keys: the controllers of cgroup version 1; "" for version 2
     for line in _read(PROCESS / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -98,7 +98,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _mounts() -> dict[str, list[Path]]:
-    """Return the folders where cgroup hierarchies are mounted, by controller; "" stands for version 2."""
+    """Return the folders where cgroup hierarchies are mounted, by controller; "" is the key of version 2."""
     found: dict[str, list[Path]] = {}
     for line in _read(PROCESS / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")

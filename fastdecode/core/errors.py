@@ -57,7 +57,7 @@ class WorkerLostError(BackendError):
 
 
 class DamagedError(WorkerLostError):
-    """An R-worker's memory has changed: cached blocks differ from their checksums. The R-worker counts as lost."""
+    """An R-worker's memory has changed: cached blocks differ from their checksums. The R-worker is dropped."""
 
 
 class NoRWorkerError(WorkerLostError):

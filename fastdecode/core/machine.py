@@ -117,7 +117,6 @@ def _meminfo_bytes(key: str) -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file that the Linux kernel provides; none on other systems."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

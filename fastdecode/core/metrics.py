@@ -214,7 +214,6 @@ def mini_batch_name(mini_batch: int) -> str:
 
 
 def _chrome_event(event: Event) -> dict:
-    """Return ``event`` as a complete ("X") event of Chrome's trace format, which counts microseconds."""
     interval = event.interval
     where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
     return {

@@ -23,7 +23,7 @@ MARK_BYTES = 16
 
 
 def num_pieces(num_blocks: int, block_size: int) -> int:
-    """Return in how many pieces of ``PIECE_TOKENS`` tokens a file has ``num_blocks`` blocks."""
+    """Return the number of pieces, of ``PIECE_TOKENS`` tokens each, into which a file divides ``num_blocks`` blocks."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
 
 
@@ -40,8 +40,8 @@ def hash_after(before: bytes, token_ids: Sequence[int]) -> bytes:
 @dataclass(frozen=True)
 class ParkPlace:
     """The folder where an R-worker parks prefixes, and its limits.
-    ``most_bytes``: most bytes to use in ``folder``; None lets the R-worker choose. ``after_seconds``: parks prefixes
-    that were unused for so long.
+    ``most_bytes``: most bytes to use in ``folder``; None lets the R-worker choose. ``after_seconds``: how long a prefix
+    must be unused before it is parked.
     """
 
     folder: Path

@@ -64,7 +64,7 @@ class AskedPlacing:
 
     @property
     def may_cut(self) -> bool:
-        """True if the schedule allows to cut a sequence into segments on several R-workers."""
+        """True if the schedule allows segments of one sequence on several R-workers."""
         return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
@@ -145,12 +145,12 @@ def choose_range_tokens(
 
 
 def least_range_tokens(chunk_tokens: int) -> int | None:
-    """Return the shortest possible segment, in tokens; None if no power of two is a multiple of ``chunk_tokens``."""
+    """Return the shortest possible segment, in tokens; None unless ``chunk_tokens`` is a power of two."""
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
-    """Return whether R-workers with ``num_blocks`` can hold ``longest`` tokens, cut every ``range_tokens`` tokens."""
+    """Return whether R-workers with ``num_blocks`` blocks hold ``longest`` tokens in segments of ``range_tokens``."""
     blocks = np.array(num_blocks)
     return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
 

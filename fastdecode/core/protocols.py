@@ -137,7 +137,7 @@ class PrefillBackend(Protocol):
 
     def outcomes(self) -> PrefillOutcomes:
         """Return what has happened since the last call: prompts computed or failed, prefill workers lost or joined.
-        Never wait.
+        This never waits.
         """
 
     def invite(self, address: str) -> None:
@@ -163,8 +163,8 @@ class PrefillPolicy(Protocol):
         """Set the time for the next decisions, the number of waiting prompts, and the number of decoding sequences."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Return who computes a prompt's ``num_tokens`` tokens after ``context_len`` cached tokens, in order.
-        An empty result means that the S-worker computes them.
+        """Return which prefill worker computes which of ``num_tokens`` prompt tokens after ``context_len`` cached ones.
+        The parts are in order. If there are none, the S-worker computes the tokens.
         """
 
     def started(self, job_id: int, parts: tuple[PrefillPart, ...]) -> None:
@@ -179,7 +179,7 @@ class PrefillPolicy(Protocol):
         """Use prefill worker ``worker`` from now on."""
 
     def lost(self, worker: int) -> None:
-        """Use prefill worker ``worker`` no more."""
+        """Stop using prefill worker ``worker``, which is lost."""
 
 
 class DraftPolicy(Protocol):

@@ -1,4 +1,4 @@
-"""For each R-worker, its rows of a mini-batch: its spans and its Route, computed once per plan."""
+"""Splits a mini-batch among R-workers: each one's spans and its ``Route``, computed once per plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...
 
 
 def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Return, for each READ record, the position after its closed segment's last token: int64 [num_reads]."""
+    """Return, for each READ record, the position after the last token of its segment: int64 [num_reads]."""
     owners, ends = reads["chunk"], chunks["base"][reads["chunk"]]
     follows = np.flatnonzero(owners[:-1] == owners[1:])
     ends[follows] = reads["start"][follows + 1]
@@ -84,7 +84,7 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """For each R-worker, spans and their row numbers, int64 [num_rows]. Another R-worker stores the rows' sequences."""
+    """For each R-worker, spans of rows whose first copy is elsewhere, and their row numbers, int64 [num_rows]."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
@@ -100,9 +100,9 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Return, for each R-worker, the route of the rows whose sequences it stores. These rows are consecutive.
-    ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: some chunk is the tail of a
-    sequence with several segments.
+    """Return, for each R-worker, the route of the rows that are appended there. These rows are consecutive.
+    ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: True if some chunk belongs
+    to a sequence with several segments.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
     q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
@@ -123,7 +123,7 @@ def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:
 
 
 def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return, for each R-worker, the READ spans of its closed segments, and the rows of q that attend to these."""
+    """Return, for each R-worker, the READ spans of the full segments there, and the rows of q that attend to these."""
     counts = chunks["num_rows"]
     firsts = _totals(counts * chunks["attends"])[:-1]
     owners = chunks.take(reads["chunk"])
@@ -157,7 +157,7 @@ def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_w
 
 def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Merge, list[int]]:
     """Return how to merge the rows of sequences in several segments, and each R-worker's number of partial results.
-    An R-worker's partial results begin with those of closed segments; those of tails follow.
+    An R-worker's partial results begin with those of READ spans; those of PARTIAL spans follow.
     """
     num_rows = chunks["num_rows"]
     firsts = _totals(num_rows * chunks["attends"])
@@ -212,5 +212,4 @@ def _totals(counts: np.ndarray) -> np.ndarray:
 
 
 def _pieces(values: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-    """Return the slices of ``values`` between consecutive ``bounds``."""
     return [values[first:last] for first, last in pairwise(bounds.tolist())]

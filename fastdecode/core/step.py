@@ -49,11 +49,11 @@ class Chunk:
     """Consecutive new tokens of one sequence in a step: prompt tokens, or its last token with draft tokens.
     ``attends``: True if the rows attend on R-workers; False if on the S-worker, over its prompt scratch. ``samples``:
     the last token needs logits; ``scored``: all tokens do. ``last_of_prompt``: the scratch is not needed afterwards.
-    ``is_decode``: the chunk has no prompt token. ``base``: first position of the tail, the segment to which the tokens
-    are appended on R-worker ``worker``; a chunk ends where its segment does. ``reads``: for each closed segment before
-    the tail, in order, its R-worker, range id and start; segments that no layer's window reaches may be missing.
-    ``cache_id``: the id under which ``worker`` stores the rows; None for ``sequence_id``. ``copy``: the R-worker that
-    stores a second copy of keys and values, under the same id; -1 for none.
+    ``is_decode``: the chunk has no prompt token. ``base``: first position of the segment on R-worker ``worker`` to
+    which the tokens are appended; they all fit there. ``reads``: for each earlier segment, in order, its R-worker,
+    range id and start; segments that no layer's window reaches may be missing. ``cache_id``: the id under which
+    ``worker`` stores the rows; None for ``sequence_id``. ``copy``: the R-worker that stores a second copy, under the
+    same id; if none, it is -1.
     """
 
     sequence_id: int
@@ -89,9 +89,9 @@ def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 class MiniBatch:
     """The chunks that one forward pass computes, in order.
     ``chunks``: CHUNK [num_chunks], sorted by R-worker; for one R-worker, attending chunks come first, beginning with
-    those without closed segments. So an R-worker's payload is one slice of the rows. ``token_ids``: int64 [num_rows],
-    in the same order. ``reads``: READ [num_reads], the closed segments of all chunks, by chunk and in order; mostly
-    empty.
+    those of sequences in one segment. So an R-worker's payload is one slice of the rows. ``token_ids``: int64
+    [num_rows], in the same order. ``reads``: READ [num_reads], the earlier segments of each chunk's sequence, by chunk
+    and in order; mostly empty.
     """
 
     chunks: np.ndarray
@@ -131,7 +131,7 @@ class MiniBatch:
         return MiniBatch(chunks, self.token_ids.take(rows), reads)
 
     def _reads_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the READ records of the chunks ``places``, which then count as chunks 0, 1, …."""
+        """Return the READ records of the chunks ``places``, with these chunks numbered 0, 1, … in the records."""
         new = np.full(len(self.chunks), -1)
         new[places] = np.arange(len(places))
         reads = self.reads.copy()
@@ -158,7 +158,7 @@ class MiniBatch:
 
     @property
     def read_ends(self) -> np.ndarray:
-        """For each READ record of ``reads``, the position after its closed segment's last token: int64 [num_reads]."""
+        """For each READ record in ``reads``, the position after its segment's last token: int64 [num_reads]."""
         return read_ends(self.chunks, self.reads)
 
     @cached_property

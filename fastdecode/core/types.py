@@ -60,9 +60,8 @@ SPLIT_TOKENS = 512
 class SpanMode(IntEnum):
     """The ways in which an R-worker treats the rows of a span.
     APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
-    tokens of the sequence. PARTIAL: like ATTEND, for the tail of a sequence with several segments; answer with partial
-    results. READ: store nothing; attend to a closed segment for rows that are stored in the tail; answer with partial
-    results.
+    tokens of the sequence. PARTIAL: like ATTEND, for the last of several segments; answer with partial results. READ:
+    store nothing, and attend to an earlier segment; answer with partial results.
     """
 
     APPEND = 0

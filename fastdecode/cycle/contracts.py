@@ -17,7 +17,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: relative to the other R-workers; None counts as their mean."""
+    """An R-worker that has joined. ``bandwidth``: relative to other R-workers; None for the mean of these."""
 
     num_blocks: int
     bandwidth: float | None = None

@@ -53,7 +53,7 @@ class Membership(Companion):
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
-        """Start to move the sequences of R-worker ``worker`` away. Raise ConfigError if there is no such R-worker."""
+        """Begin to move the sequences of R-worker ``worker`` away. Raise ConfigError if there is no such R-worker."""
         if worker not in scheduler.store.workers.present:
             raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
         scheduler.members.drain(worker)

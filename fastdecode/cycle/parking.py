@@ -112,7 +112,7 @@ class Parking(Companion):
                     self._refused(disk, error)
 
     def _wish(self, scheduler: Scheduler) -> None:
-        """For each waiting sequence that could continue from a parked prefix, let it wait until this is loaded."""
+        """Set sequences aside that could continue from a parked prefix, until this is loaded."""
         parked = scheduler.store.parked
         if not len(parked.chains):
             return
@@ -126,7 +126,7 @@ class Parking(Companion):
 
     def _work(self, cycle: Cycle, deadline: float, least_seconds: float) -> None:
         """Load and park on all disks in turn until ``deadline``, or until nothing is left to do; at least once.
-        ``least_seconds``: park prefixes that were unused for so long; below 0, each R-worker's own setting applies.
+        ``least_seconds``: how long a prefix must be unused to be parked; below 0, each R-worker's own setting applies.
         """
         has_work = True
         while has_work:

@@ -14,7 +14,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Notes(NamedTuple):
-    """Facts for the journal: what new cache ids stand for, and how many cached tokens of each prompt are valid."""
+    """Facts for the journal: the meaning of new cache ids, and how many cached tokens of each prompt are valid."""
 
     named: list[Named]
     reached: list[Reached]
@@ -24,7 +24,7 @@ NO_NOTES = Notes([], [])
 
 
 class Names:
-    """Records what cache ids stand for when they are assigned, if ``is_wanted``.
+    """Records the meaning of cache ids when they are assigned, if ``is_wanted``.
     A segment that begins a sequence and has the sequence's own id is not recorded. ``counts_prompts``: also record how
     many cached tokens of each prompt are valid. This is needed if prompt rows attend on other R-workers than those that
     store them: if an attending R-worker is lost, the rows stored in that step are invalid.

@@ -30,7 +30,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # float32 states, as the probe finds them. Counted in attention calls: hybrid layers make none, one or two
+    ).layers  # as the probe would find them, with float32 states; each is an attention call, not a decoder layer
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:

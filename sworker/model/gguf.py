@@ -28,7 +28,7 @@ def weights_source(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_all_taken(model: Any, name: str) -> None:
-    """Raise ModelLoadError if the GGUF file ``name`` has a tensor that the model takes no parameter from.
+    """Raise ModelLoadError if the GGUF file ``name`` has a tensor for which the model has no parameter.
 
     transformers silently drops such tensors.
     """

@@ -129,7 +129,7 @@ class ExpertProducts:
     def _multiply_with_ranks(
         self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
     ) -> None:
-        """Multiply, with inputs split among ranks: all ranks use one scale per row; their integer sums are added."""
+        """Multiply if inputs are split among ranks: all ranks use one scale per row; their integer sums are added."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
         threads = torch.get_num_threads()
         for expert, own in groups:

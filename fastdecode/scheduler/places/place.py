@@ -35,7 +35,8 @@ class Copy:
 
 class Columns(Protocol):
     """Columns of a table with one row per cached sequence, int64 [num_rows].
-    They hold the tail's start, number of blocks and home R-worker, the number of cached tokens, and the last token.
+    For the segment to which a sequence appends: its start, blocks, and R-worker. Then cached tokens, and the last
+    token.
     """
 
     @property
@@ -60,8 +61,8 @@ UNNAMED = 0
 
 class Segment:
     """Consecutive tokens of a sequence, which R-workers hold as their own sequence ``cache_id``.
-    The tokens begin at ``start``; each of ``copies`` holds all of them. The first copy's R-worker is the home. A
-    segment without copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per
+    The tokens begin at ``start``; each of ``copies`` holds all of them. The R-worker of the first copy is called home.
+    A segment without copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per
     R-worker, some of them for coming tokens. While a segment grows, a row of a table holds these two numbers, so that
     thousands of segments can advance as arrays.
     """
@@ -100,7 +101,7 @@ class Segment:
 
     @property
     def workers(self) -> list[int]:
-        """The indices of the R-workers with a copy, the home first."""
+        """The indices of the R-workers with a copy, the first copy's first."""
         return [copy.worker for copy in self.copies]
 
     @property

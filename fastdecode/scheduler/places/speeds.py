@@ -65,7 +65,7 @@ class Decayed:
             self.sums = np.where(where, self.kept * self.sums + values, self.sums)
 
     def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
-        """Return sum ``top`` divided by sum ``bottom``, where ``bottom`` counts as ``least`` if it is smaller."""
+        """Return sum ``top`` divided by sum ``bottom``, or by ``least`` if that is larger."""
         return float(self.sums[top] / max(self.sums[bottom], least))
 
     def resize(self, num_things: int) -> None:
@@ -103,8 +103,8 @@ class Speeds:
     @property
     def lasting(self) -> np.ndarray:
         """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
-        They are the bandwidths as long as all speeds agree with these within ``tolerance``. An R-worker that has never
-        attended has the speed of its bandwidth.
+        They are the bandwidths while the measured speeds agree with these within ``tolerance``. For an R-worker that
+        has never attended, its bandwidth is used.
         """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
@@ -169,8 +169,7 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        # Least factor between an R-worker's speed and its usual speed, relative to other R-workers, that may be a
-        # change
+        # A change of an R-worker's speed, relative to the others, may be real if it exceeds this factor
         changed = 1.2
         if ratios.max() <= changed and ratios.min() >= 1 / changed:  # no R-worker has changed, or there is only one
             self._new[:], self._ways[:] = 0.0, 0

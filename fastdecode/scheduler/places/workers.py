@@ -59,8 +59,8 @@ class WorkerState:
     ``free``: how many of its ``num_blocks`` KV blocks are free, counted as the R-worker counts. Blocks that several
     sequences or prefixes may use are :class:`Block` objects; other blocks are only counted. ``cached``: blocks that
     only retained ``prefixes`` use, least recently used first; they can be freed at any time. ``num_sequences``:
-    sequences that append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to
-    send. ``host``: the R-worker's machine.
+    sequences that append here. ``num_segments``: segments with a copy here. ``controls``: controls to send. ``host``:
+    the R-worker's machine.
     """
 
     index: int

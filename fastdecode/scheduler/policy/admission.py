@@ -1,5 +1,5 @@
 """Admission: decides which waiting sequence starts next and where, within several budgets.
-The budgets are seats (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the token budget.
+The budgets are running sequences (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the last.
 """
 
 from __future__ import annotations
@@ -135,7 +135,6 @@ class Admission:
         return None
 
     def _note(self, start: _Start) -> None:
-        """Subtract what the sequence that has just started uses from the budgets."""
         newcomer = start.newcomer
         for worker in (*(worker for each in start.segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available

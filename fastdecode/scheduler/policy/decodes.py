@@ -104,7 +104,7 @@ class Attendance:
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> Attend | None:
-        """Return which copy of each segment of the decoding sequences is attended in this step.
+        """Return which copy of each segment of the decoding sequences to attend in this step.
         The choice balances the busy time of all R-workers. Return None if no segment has two copies.
         """
         table = self._table
@@ -127,7 +127,6 @@ class Attendance:
         return Attend(rows, choice.on_second[: len(rows)], swapped)
 
     def _closed(self) -> list[tuple[TokenSequence, Segment]]:
-        """Return the closed segments with two copies that belong to decoding sequences."""
         decoding = self._store.residents.decoding
         several = [each for each in self._table.several() if each.sequence_id in decoding]
         return [(each, segment) for each in several for segment in each.closed if segment.twice]

@@ -20,7 +20,9 @@ class RowCost:
     """
 
     def __init__(self, prior: float, beyond: float) -> None:
-        """``prior``: the slope to assume until the number of rows changes, as a fraction of level / rows."""
+        """``prior``: the slope to assume until the number of rows changes, as a fraction of level / rows.
+        ``beyond``: see the class.
+        """
         self.rows = self.level = 0.0
         self._prior, self._beyond = prior, beyond
         self._products = self._squares = self._noise = self._widest = 0.0
@@ -72,8 +74,8 @@ class RowCost:
         highest = (1.0 + most_jump) * max(expected, self.level * rows / self.rows)
         value = min(value, highest)
         self._noise += rate * (((value - expected) / self.level) ** 2 - self._noise)
-        # Recent changes of the number of rows determine the slope, as many as have this sum of squared relative
-        # changes: two doublings, or 32 changes of 25 %. Steps with as many rows as before change nothing.
+        # Sum of squared relative changes of rows that the slope remembers: two doublings, or 32 changes of 25 %. Steps
+        # with as many rows as before change nothing.
         slope_memory = 2.0
         kept = min(1.0, slope_memory * self.rows**2 / max(self._squares, 1e-9))
         kept *= slope_memory / (slope_memory + relative**2)
@@ -97,13 +99,13 @@ class GivenTimes:
 
     def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
         """Return the seconds of steps with ``num_tokens`` rows and each of ``more`` further ones.
-        Every R-worker is taken to have the highest of ``kv_loads``.
+        The highest of ``kv_loads`` is used for every R-worker.
         """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
         # Number of row counts at which a ``StepTime`` is computed, most of them low; between them it is interpolated
         most_points = 33
-        # Relative change of the KV load from which on times are computed again
+        # Relative change of the KV load at which the times are computed again
         same_load = 0.02
         if (tokens, most) != (num_tokens, most_more) or abs(kv_tokens - loads) > same_load * loads:
             self._key = (num_tokens, most_more, kv_tokens)

@@ -150,7 +150,6 @@ class BalancedDrafts:
         optimism: float = 0.0,
         budget: int | None = None,
     ) -> np.ndarray:
-        """Return how many draft tokens each sequence gets for the highest expected number of tokens per second."""
         num_sequences, width = len(acceptance), self._most_drafts
         chances = np.empty((num_sequences, width))
         chances[:] = np.minimum(acceptance, 1.0)[:, None]
@@ -181,7 +180,6 @@ class BalancedDrafts:
     def _seconds(
         self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
-        """Return the seconds of steps with ``num_tokens`` rows and each of ``more`` further ones: float64 [...]."""
         if self._given:
             return self._given.at(num_tokens, more, most_more, kv_loads)
         s_part = self._s_part.at(num_tokens + more, optimism)

@@ -66,7 +66,7 @@ class Future:
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
     def going_on(self, sequence: TokenSequence) -> Newcomer:
-        """Return the load that the running ``sequence`` adds in its remaining steps, as if it started now."""
+        """Return the load of the running ``sequence`` in its remaining steps, in the form of a new sequence's."""
         # not the number of cached tokens, which is lower if segments were lost
         outputs = len(sequence.output_token_ids)
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
@@ -115,8 +115,8 @@ class Future:
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (R-worker, remaining decode steps) of each closed segment of decoding sequences, as two arrays.
-        Return None if there are no closed segments.
+        """Return two arrays for the full segments of decoding sequences: their R-workers, and remaining decode steps.
+        Return None if there are none.
         """
         reads = self._table.reads(self._table.rows)
         return (reads["worker"], steps_left[reads["chunk"]]) if len(reads) else None

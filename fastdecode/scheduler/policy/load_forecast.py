@@ -21,8 +21,8 @@ class Newcomer:
     ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
     on the R-worker. ``expected_area``: KV tokens that each of these sequences is expected to attend, summed over its
     decode steps; None if lengths are known, so that the sum of ``num_prefill`` + k over steps k = 1, 2, ... is exact.
-    ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each closed segment. ``copy``: the R-worker
-    of its second copy, which is expected to attend in half of the decode steps; -1 for none.
+    ``base``: tokens in full segments; ``reads``: R-worker and tokens of each full segment. ``copy``: the R-worker of
+    its second copy, which is expected to attend in half of the decode steps; -1 for none.
     """
 
     worker: int
@@ -87,7 +87,7 @@ class LoadForecast:
     rows that prompts may take in each step, float64 [horizon], which is the token budget less the decodes. Prompts take
     rows in the order in which they are added, as the scheduler's chunks do. When a sequence fills its last segment, the
     R-worker of the next one is unknown; the forecast divides this growth equally among all R-workers. If a sequence has
-    two copies, each R-worker counts half of its load.
+    two copies, each R-worker gets half of its load.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class LoadForecast:
         seconds: np.ndarray | None = None,
     ) -> None:
         """Add the load of the decoding sequences.
-        ``workers``, ``cached`` and ``decode_steps``, int64 [n], describe their tails. ``closed``: R-workers and decode
-        steps of their closed segments, int64 [num_closed], of ``segment_tokens`` each. ``seconds``: R-workers of their
-        second copies, int64 [n], -1 for none; None if no sequence has one.
+        ``workers``, ``cached`` and ``decode_steps``, int64 [n], describe their last segments. ``closed``: R-workers and
+        decode steps of their full segments, int64 [num_closed], of ``segment_tokens`` each. ``seconds``: R-workers of
+        their second copies, int64 [n], -1 for none; None if no sequence has one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
@@ -154,13 +154,12 @@ class LoadForecast:
         return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the most KV tokens that each R-worker attends in any step if it is the home of ``newcomer``.
+        """Return the most KV tokens that each R-worker attends in any step if it gets the first copy of ``newcomer``.
         The result is float64 [num_workers].
         """
         return self._peaks_with(newcomer, self.loads)
 
     def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
-        """Return the highest of ``loads`` plus those of ``newcomer`` over the steps, the last axis."""
         start = self.first_decode(newcomer)
         ramp = self._ramp(newcomer)
         known = loads[..., start : start + newcomer.decode_steps]
@@ -174,7 +173,7 @@ class LoadForecast:
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
         """Return the load of each R-worker in the steps in which ``newcomer`` would decode.
-        A sample of these steps stands for all of them.
+        Only a sample of these steps is returned.
         """
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
@@ -204,7 +203,6 @@ class LoadForecast:
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the KV tokens that ``newcomer`` and its siblings attend on each of its holders, by decode step."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
         return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
@@ -266,9 +264,9 @@ def placement_costs(
 def beyond_segments(
     workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Return how many tokens of tails lie beyond the ends of their segments: float64 [num_workers, horizon].
-    Other R-workers will hold these tokens. ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64
-    [n].
+    """Return how many tokens will not fit the last segments of sequences: float64 [num_workers, horizon].
+    Other R-workers will hold these tokens. ``workers``, ``cached`` (tokens in the last segment) and ``decode_steps``:
+    int64 [n], for each sequence.
     """
     crossing = np.flatnonzero(cached + decode_steps > segment_tokens)
     if not len(crossing):

@@ -1,4 +1,4 @@
-"""The limit of KV tokens attended per step: the user's, or the load at which R time equals S time."""
+"""The limit of KV tokens attended per step: the user's, or one that keeps R-workers as busy as the S-worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ NUM_STEPS = 20
 
 class LoadLimit:
     """The limit of KV tokens attended per step over all R-workers, divided in proportion to their speeds.
-    ``is_strict``: the limit is the user's and is never exceeded. Any other limit is the mean load at which R time
-    equals S time. It is measured if unknown, and is at least high enough for the longest possible sequence. A schedule
-    without load control enforces no limit, but a known limit still tells what a row costs the S-worker. ``known``: the
-    limit; None while unknown. ``shares``: each R-worker's fraction, float64 [num_workers], 0 for lost R-workers.
+    ``is_strict``: the limit is the user's and is never exceeded. Any other limit is the mean load at which R-workers
+    take as long as the S-worker. It is measured if unknown, and allows at least the longest possible sequence. A
+    schedule without load control enforces no limit, but a known limit still tells what a row costs the S-worker.
+    ``known``: the limit; None while unknown. ``shares``: each R-worker's fraction, float64 [num_workers], 0 for lost
+    R-workers.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class LoadLimit:
         return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """Return, for each R-worker, whether it stays within its limit as home of ``newcomer``: bool [num_workers]."""
+        """Return, for each R-worker, whether it stays within its limit if it gets ``newcomer``: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self.shares), bool)
         return forecast().peaks_with(newcomer) <= self.of_workers
@@ -112,7 +113,7 @@ class LoadLimit:
 
     def observe(self, observed: Observed) -> None:
         """Divide the limit in proportion to the R-workers' speeds; measure the limit if it is unknown.
-        A strict limit is not divided anew, since a sequence that fitted an R-worker's part must still fit later.
+        A strict limit stays divided as it was, since a sequence that fitted an R-worker's part must still fit later.
         """
         if observed.shows_speeds and not self._is_given:
             shares = np.where(self.shares > 0, self._speeds.lasting, 0.0)
@@ -152,7 +153,7 @@ class LoadLimit:
 
 
 class BalanceFinder:
-    """Measures the KV load at which R time equals S time: in the first decode steps, and when the batch doubles."""
+    """Measures at which KV load R-workers take as long as the S-worker: at first, and when the batch doubles."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -181,9 +182,9 @@ class BalanceFinder:
         self._r_seconds: list[float] = []
 
     def _balanced_kv_tokens(self) -> int:
-        """Return the KV tokens of one R-worker at which R time equals S time.
-        R time has a fixed part and a part per token. A line fitted to the steps separates them if loads differ. At most
-        half of the R time counts as fixed, since noise determines the line if loads are nearly equal.
+        """Return the KV tokens for which one R-worker takes as long as the S-worker takes for a step.
+        An R-worker's time has a fixed part and a part per token. A line fitted to the steps separates them if loads
+        differ. At most half of the time is taken as fixed, since noise determines the line if loads are nearly equal.
         """
         loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
         mean_load, mean_seconds = loads.mean(), float(np.median(seconds))

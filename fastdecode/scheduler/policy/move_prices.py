@@ -40,7 +40,7 @@ class MovePrices:
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
         """``corrects``: True if moves for balance are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
-        # columns: busy seconds, KV tokens, hidden seconds, steps, and seconds of these steps
+        # columns: busy seconds, KV tokens, busy seconds that lengthen no step, steps, and seconds of these steps
         self._seen = Decayed(KEPT, 5)
         # Factor by which a step reduces the weight of earlier steps in counts of starts, which are rare
         kept_of_rare = 0.995
@@ -59,8 +59,7 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        # Least excess of the busiest R-worker's time over the mean, as a fraction of a step, for which moves are
-        # considered
+        # Moves are considered if the busiest R-worker's time exceeds the mean by this fraction of a step
         uneven = 0.02
         self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
@@ -68,8 +67,8 @@ class MovePrices:
         self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
-        """Return in how many steps newcomers will attend ``kv_tokens`` per step if starts go on as now; at least 1.
-        Newcomers are placed where the load is least. So an imbalance is gone once newcomers attend the missing KV
+        """Return in how many steps new sequences will attend ``kv_tokens`` per step if starts go on as now; at least 1.
+        New sequences are placed where the load is least. So an imbalance is gone once they attend the missing KV
         tokens, and a move saves time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2
         after t steps.
         """
@@ -159,7 +158,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return how far each R-worker's charge exceeds its charge at all R-workers' mean time: float64 [num_workers].
+        """Return how far each R-worker's charge exceeds that for the mean time of all: float64 [num_workers].
         The unit is seconds over all coming steps.
         """
         means = self.times.mean(axis=0)

@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True if every sequence reserves, at its start, as many blocks as the longest one needs, and never grows."""
+        """True if every sequence reserves blocks for the longest possible sequence when it starts."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:

@@ -255,6 +255,5 @@ class SegmentPlacement:
         return speeds
 
     def _tokens(self, sequence: TokenSequence) -> list[int]:
-        """Return the KV tokens that ``sequence`` and its siblings attend per step in each segment of the prompt."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

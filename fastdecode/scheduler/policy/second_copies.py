@@ -88,7 +88,6 @@ class SecondCopies:
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
 
     def _give_up_making(self, worker: int) -> Decision[bool]:
-        """Drop the unfinished copy to R-worker ``worker``; return False if there is none."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
             yield DropTransfer(made)

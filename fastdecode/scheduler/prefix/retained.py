@@ -65,7 +65,6 @@ class Retained(IndexedSource, Keeper):
                 self._retain_copy(sequence, segment, copy, origin)
 
     def _retain_copy(self, sequence: TokenSequence, segment: Segment, copy: Copy, origin: int) -> None:
-        """Retain the full blocks of ``copy``, a copy of ``segment`` of ``sequence``."""
         first, count = segment.start // self._workers.block_size, segment.num_tokens // self._workers.block_size
         worker, hashes = self._workers[copy.worker], sequence.block_hashes[first : first + count]
         if count == 0:

@@ -244,7 +244,6 @@ class States(IndexedSource, Keeper):
         rest: Sequence[int] = (),
         contains: tuple[bytes, ...] = (),
     ) -> Prefix:
-        """Retain the tokens of ``copy`` as prefix ``name``, with a state whose blocks already count as used."""
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))
         prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, list(rest), contains)

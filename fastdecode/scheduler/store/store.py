@@ -185,7 +185,6 @@ class Store:
         self.transfers.redirect(segment, worker)
 
     def _attend(self, chosen: Attend) -> None:
-        """Let tails and closed segments attend to the copies in ``chosen``."""
         self.table.on_second[chosen.rows] = chosen.on_second
         for sequence, segment in chosen.swapped:
             segment.copies.reverse()
