@@ -81,7 +81,7 @@ class RandomAudit(Audit):
                 "--uniform-arithmetic makes all use one", info.name, info.isa, self._isa,
             )  # fmt: skip
             return False
-        with contextlib.suppress(WorkerLostError):  # the next step finds out
+        with contextlib.suppress(WorkerLostError):  # the next step notices the loss of the R-worker
             joined.worker.audit([])()
         return True
 

@@ -126,7 +126,7 @@ class StateFiles:
 
     def _load(self, states: _rworker.RWorker, held: HeldSequence, block_size: int) -> HeldSequence | None:
         path = self._path(held.cache_id, self._epoch - 1)
-        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or too little memory
+        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or out of memory
             num_tokens, state = _read(path, held.cache_id)
             if num_tokens <= held.num_tokens:
                 states.import_(held.cache_id, num_tokens, state)

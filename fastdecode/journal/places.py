@@ -132,7 +132,9 @@ def _locked(path: Path, takes_over: bool) -> int:
             logger.warning("journal: %s was written by process %s; this process takes it over", path.parent, owner)
             path.unlink()
             return _locked(path, takes_over=False)
-        raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
+        raise ConfigError(
+            f"journal: {path.parent} is written by process {owner}: give each engine its own folder"
+        ) from None
     if not os.fstat(fd).st_nlink:  # another run removed the folder after ``path`` was opened
         os.close(fd)
         make_folder(path.parent)

@@ -61,7 +61,7 @@ def _check_size(data: bytes | bytearray) -> None:
 
 
 def _too_many(pieces: Iterable[bytes]) -> str:
-    """Return the limit that ``pieces`` of JSON without strings exceed, or "". Other threads run meanwhile."""
+    """Return the limit that the JSON in ``pieces`` exceeds, or "". Other threads run between two pieces."""
     num_values = num_nodes = 0
     for piece in pieces:
         characters = np.frombuffer(piece, np.uint8)

@@ -21,7 +21,7 @@ SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of the answer's text. ``schema``: of type "json_schema". ``strict``: as in a chat."""
+    """The format of the answer's text. ``schema``: set for type "json_schema". ``strict``: as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None

@@ -92,7 +92,7 @@ def test_events_are_read_in_order_of_time() -> None:
         ('{"seconds": 1, "event": "lose", "r_worker": 1, "factor": 2}', "factor belongs to slow, not to lose"),
         ('{"seconds": 1, "event": "slow", "r_worker": 1}', "slow needs a factor above 0, such as 2.0, not None"),
         ('{"seconds": 1, "event": "slow", "r_worker": 1, "factor": 0}', "slow needs a factor above 0"),
-        ('{"seconds": 1, "event": "lose", "r_worker": 1, "wroker": 2}', "'wroker' is no key of an event"),
+        ('{"seconds": 1, "event": "lose", "r_worker": 1, "wroker": 2}', "unknown key 'wroker'"),
     ],
 )
 def test_what_cannot_be_is_named_with_its_line(line: str, message: str) -> None:

@@ -159,5 +159,5 @@ def _methods(text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     unknown = [part for part in parts if part not in METHODS]
     if unknown:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, not {unknown[0]!r}")
+        raise ConfigError(f"methods must be among {', '.join(METHODS)}, not {unknown[0]!r}")
     return list(dict.fromkeys(parts))

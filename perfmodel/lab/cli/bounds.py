@@ -34,13 +34,13 @@ def check_simulated_memory(num_prompts: int, prompt_tokens: float) -> None:
     if each > most_bytes:
         fits = int((most_bytes - bytes_per_request) / bytes_per_token)
         raise ConfigError(
-            f"prompts of {prompt_tokens:,.0f} tokens: one alone takes a simulation more than 1 GiB; up to {fits:,} "
+            f"prompts of {prompt_tokens:,.0f} tokens: a simulation needs more than 1 GiB for each; up to {fits:,} "
             f"tokens fit"
         )
     if num_prompts * each > most_bytes:
         raise ConfigError(
-            f"num_prompts: {num_prompts:,} prompts of {prompt_tokens:,.0f} tokens take a simulation "
-            f"{num_prompts * each / 2**30:,.3g} GiB; up to {int(most_bytes / each):,} fit 1 GiB"
+            f"num_prompts: {num_prompts:,} prompts of {prompt_tokens:,.0f} tokens need "
+            f"{num_prompts * each / 2**30:,.3g} GiB in a simulation; up to {int(most_bytes / each):,} fit 1 GiB"
         )
 
 

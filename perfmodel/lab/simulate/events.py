@@ -54,7 +54,7 @@ def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: i
 
 def _event(record: dict[str, Any], where: str) -> WorkerEvent:
     if unknown := sorted(set(record) - KEYS):
-        raise ConfigError(f"{where}: {unknown[0]!r} is no key of an event, which are {', '.join(sorted(KEYS))}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; an event has the keys {', '.join(sorted(KEYS))}")
     seconds, kind = record.get("seconds"), record.get("event")
     if not _is_number(seconds) or not 0 <= seconds < math.inf:
         raise ConfigError(f"{where}: seconds must be a number of at least 0, not {seconds!r}")
