@@ -73,7 +73,7 @@ class Losses:
         return Damage(whole, broken, starved)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return the sequences whose last rows attended on ``worker``, with their number of cached tokens before."""
+        """Return the sequences whose last rows attended on ``worker``, with their numbers of tokens before."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]

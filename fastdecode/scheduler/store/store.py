@@ -45,7 +45,7 @@ class Store:
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
-        """``retains``: keep the prefixes of sequences that end, for sequences that begin alike, if ``limits`` allow."""
+        """``retains``: keep the prefixes of ended sequences for others with the same prefix, if ``limits`` allow."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
@@ -235,12 +235,14 @@ class Store:
         self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
-        """Give ``sequence``, which starts in one segment, a second copy on ``worker`` from the twin of ``hit``."""
+        """Give ``sequence``, which starts in one segment, a second copy on ``worker``.
+        If it starts from ``hit``, the second copy starts from the same prefix there.
+        """
         segment, copy = sequence.tail, Copy(worker)
         if hit:
             twin = hit.source.twin(hit)
             if twin is None:
-                raise ValueError("a second copy can start from a twin only")
+                raise ValueError("a second copy needs the same prefix on another R-worker")
             twin.source.take(segment, copy, twin)
         self._holdings.take(segment, copy)
         segment.copies.append(copy)
