@@ -141,7 +141,6 @@ class SecondPlacement:
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:
-        """Return how many sequences have a copy on each R-worker and one on R-worker ``home``: int64 [num_workers]."""
         rows = self._table.rows
         homes, others = self._table.homes[rows], self._table.second_workers[rows]
         partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])

@@ -171,7 +171,6 @@ class LeastWaiting:
 
 
 def _speed(pace: float) -> float:
-    """Return the speed that belongs to ``pace``, seconds relative to the prediction; rounded, and never 0."""
     # Speeds are rounded to multiples of this, so that prompts are not divided anew after each small change
     pace_step = 0.05
     return max(round(1 / pace / pace_step), 1) * pace_step

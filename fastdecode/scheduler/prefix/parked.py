@@ -194,7 +194,6 @@ class Parked(Source):
         self.counts.num_tokens += count * size + rest
 
     def _num_own(self, beginning: Beginning) -> int:
-        """Return how many blocks ``beginning`` takes for a recurrent state and for tokens after its last full block."""
         return self._workers.sizes.blocks_of_copy(beginning.chain.rest)
 
     def failed(self, waking: Waking) -> None:

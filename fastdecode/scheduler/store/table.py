@@ -160,7 +160,7 @@ class SequenceTable:
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return the sum of ``counts``, one per row, over the segments appended to on each R-worker; int64 [num_workers]."""
+        """Return the sum of ``counts``, one per row, by R-worker with the row's segment; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
