@@ -36,7 +36,7 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # ``name`` lists other modules than decoder layers, or the code needs all layers
+            continue  # list ``name`` holds other modules than decoder layers, or the code needs all
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(

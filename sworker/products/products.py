@@ -1,4 +1,4 @@
-"""Integer products of a whole model: quantized while it is loaded; packed when it is cut and placed."""
+"""Integer products of a whole model: quantized while it is loaded; packed once it is cut and on its device."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until the copy ends
+    # torch keeps the pinned tensor's memory until its copy has ended
     return on_host.pin_memory().to(device, non_blocking=True)
 
 

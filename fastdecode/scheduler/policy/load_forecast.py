@@ -226,7 +226,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # with some spare steps, so that the next calls add none
+            more = horizon - self.horizon + SAMPLES  # spare steps, so that the next calls need not add any
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

@@ -30,7 +30,7 @@ class Room:
         """Raise RequestError if ``sequence`` and its siblings could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
-            raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}")
+            raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}: lower n")
         if self.may_split(sequence) and not self._pool_holds(sequence, self._workers.present):
             raise RequestError(self._too_many_segments(sequence))
         blocks = self._needs.at_most(sequence)
@@ -68,7 +68,7 @@ class Room:
         soon.
         """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # blocks that a start from the hit keeps from eviction
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # a start from the hit keeps these blocks from eviction
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]

@@ -226,7 +226,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            # call this before the cache id changes: a dropped transfer is released by it
+            # before the cache id changes, by which dropped transfers are released
             self.transfers.redirect(segment, worker)
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
@@ -266,5 +266,5 @@ def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfe
         case DropTransfer(transfer):
             transfers.drop(transfer)
         case _:
-            raise TypeError(f"the store carries out no {type(operation).__name__}")
+            raise TypeError(f"the store knows no operation {type(operation).__name__}")
     return None

@@ -217,7 +217,7 @@ class SequenceTable:
         """Return the next decodes of ``rows`` as a mini-batch, with their last tokens and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
-        if swapped.any():  # in a step, `worker` attends and `copy` only stores
+        if swapped.any():  # in this step, the R-worker `worker` attends, and `copy` only stores
             chunks["worker"][swapped], chunks["copy"][swapped] = (
                 self.second_workers[rows[swapped]],
                 self.homes[rows[swapped]],
