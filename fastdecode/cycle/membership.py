@@ -79,7 +79,7 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """Move sequences until ``deadline`` in the world's seconds, at least one; after a loss, look for other moves."""
+        """Move sequences until ``deadline`` in the world's seconds, at least one; after a loss, seek other moves."""
         scheduler = cycle.scheduler
         while transfer := scheduler.transfers.begin_next():
             if scheduler.store.workers.has_controls:
