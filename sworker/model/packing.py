@@ -117,7 +117,7 @@ def _packs_experts(method: str, hf_config: Any) -> str:
 def fetch_kernels(method: str, device: torch.device) -> None:
     """Fetch the kernels that transformers needs for ``method``, so that a failure shows before loading."""
     if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
-        raise FileNotFoundError("finegrained-fp8")
+        raise FileNotFoundError("kernels finegrained-fp8 cannot be loaded")
     if method == "mxfp4":
         get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
 

@@ -248,6 +248,6 @@ class _Capture:
         captured.logits.zero_()
         captured.replay(lambda layer, rows: values_as_o(rows))
         if not equal_within_rounding(captured.logits, wanted):
-            raise RuntimeError("CUDA graphs of this model do not give what its own code gives")
+            raise RuntimeError("CUDA graphs of this model give other logits than its own code")
         captured.input_ids.zero_()
         captured.position_ids.zero_()

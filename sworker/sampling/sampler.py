@@ -99,7 +99,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # common case: all rows draw, without argmax and copy of scores
+    if len(random) == len(rows):  # if all rows draw, argmax and a copy of scores are not needed
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:

@@ -56,8 +56,8 @@ class HomePlacement:
         self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
         """Yield R-workers where ``sequence`` may start, cheapest first, without those of infinite cost.
-        If costs are equal, the R-worker with most available blocks comes first. The first one is not checked for room;
-        the others have some.
+        If costs are equal, the R-worker with most available blocks comes first. The first one may lack free blocks;
+        later ones have them.
         """
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self.available[best])])  # callers nearly always take the first

@@ -11,7 +11,7 @@ from fastdecode.core.remote_prefill import PrefillPart
 
 
 class PrefillForecast(Protocol):
-    """Predicts the times of a chain of prefill workers.
+    """Predicts the times of a chain: prefill workers that compute consecutive parts of a prompt.
     ``speeds``: of each worker in order; 1 is the predicted speed. ``context_len``: tokens of a cached prefix to which
     the prompt attends.
     """

@@ -79,7 +79,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the segment must move
+                yield DropTransfer(transfer)  # its first copy will move instead
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or a copy of a segment that has another copy.

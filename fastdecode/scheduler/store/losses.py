@@ -83,8 +83,8 @@ class Losses:
         return found
 
     def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
-        """Drop the tokens of ``sequence`` after the first ``num_sound``, to recompute them; return False if it fails.
-        The sequence has one segment.
+        """Drop the tokens of ``sequence`` after the first ``num_sound``, to recompute them.
+        Return False if blocks are missing. The sequence has one segment.
         """
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
