@@ -29,7 +29,7 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def weights_digest(model: torch.nn.Module) -> str:
     """Return a SHA-256 that identifies the checkpoint: of the name, shape and some numbers of every parameter."""
     digest = hashlib.sha256()
-    # How many numbers of each tensor enter the digest
+    # How many numbers of each tensor are hashed
     digest_numbers = 64
     maps = FileMaps(unwritten=True)
     for name, parameter in tensors_of(model):
