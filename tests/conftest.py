@@ -41,6 +41,7 @@ TESTS = Path(__file__).parent
 SHARED = {
     "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
+    "sources": {"test_floors", "test_house"},
     "chat_server": {
         "test_http",
         "test_logprobs",
@@ -51,7 +52,8 @@ SHARED = {
     },
 }
 """Modules that share a resource; one process runs them one after another, and before all others.
-These are MPI jobs, whose ranks never sleep, tests that measure or pin cores, and tests that share a server.
+These are MPI jobs, whose ranks never sleep, tests that measure or pin cores, those that parse all sources, and tests
+that share a server.
 """
 
 subprocess.Popen = ForkedPopen  # type: ignore[misc]  # those that the product starts, too

@@ -110,7 +110,7 @@ def test_a_message_is_the_chat_s_answer(client: httpx.Client, chat_server: Runni
     ("text", "kinds"),
     [
         (f"<think>\nso\n</think>\n\nI look.{CALL}{CALL}", ["thinking", "text", "tool_use", "tool_use"]),
-        (CALL, ["tool_use"]),
+        pytest.param(CALL, ["tool_use"], marks=pytest.mark.thorough),
         ("I am done", ["text"]),
     ],
 )

@@ -157,9 +157,13 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
     ("text", "kinds"),
     [
         (f"I look. {CALLING}\n{CALLING}", ["message", "function_call", "function_call"]),
-        (f"{CALLING} done", ["function_call", "message"]),
+        pytest.param(f"{CALLING} done", ["function_call", "message"], marks=pytest.mark.thorough),
         ("nothing", ["message"]),
-        (f"<think>\nso\n</think>\n\nI look.{CALLING}", ["reasoning", "message", "function_call"]),
+        pytest.param(
+            f"<think>\nso\n</think>\n\nI look.{CALLING}",
+            ["reasoning", "message", "function_call"],
+            marks=pytest.mark.thorough,
+        ),
         (f"<think>so</think>{CALLING}<think>so</think>", ["reasoning", "function_call", "reasoning"]),
     ],
 )
