@@ -13,9 +13,8 @@ import torch
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
-from transformers.models.falcon.modeling_falcon import (
-    apply_rotary_pos_emb,
-)  # by name: `fused.py` replaces itfrom transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # by name: `fused.py` replaces it
+from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.megatron_bert import modeling_megatron_bert as megatron_bert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,10 +90,11 @@ class FileMaps:
         """``unwritten``: record only mappings without written pages, since only their pages can be read again."""
         self._ranges: list[tuple[int, int]] = []
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
+        is_ordinary = functools.cache(lambda name: name.startswith("/") and Path(name).is_file())
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                is_file = rest[-1].startswith("/") and Path(rest[-1]).is_file()
+                is_file = is_ordinary(rest[-1])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))

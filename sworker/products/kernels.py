@@ -73,7 +73,7 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
     """Return the name of the kernels' activation that computes the same as ``gated``; "" if none does.
 
-    ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It has no matrix product, so all ranks find the same name.
+    ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It has no matrix product, so ranks find the same name.
     """
     pairs = torch.randn(256, 2, generator=torch.Generator()) * torch.tensor([4.0, 1.0])
     rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
