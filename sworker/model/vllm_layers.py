@@ -16,7 +16,7 @@ from fastdecode.sworker.run.staging import to_numpy
 
 
 def rotate_by_heads(module: torch.nn.Module) -> None:
-    """Make rotary embeddings on CPUs rotate queries [T, heads, dim] in torch: vLLM's kernel rotates them wrongly."""
+    """On CPUs, let rotary embeddings rotate queries [T, heads, dim] by torch: vLLM's CPU kernel is wrong there."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
     def rotate(kernel: Any, native: Any, positions: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
