@@ -20,19 +20,21 @@ from fastdecode.sworker.products.codes import EXPERTS, block_of, quantized
 from fastdecode.sworker.products.experts import PARTS, has_known_form, unpacker
 from fastdecode.sworker.products.linears import num_attention_heads
 
-NAME = "fastdecode_int8_experts"
-"""The name of this quantizer within transformers."""
 
-
-@register_quantization_config(NAME)
 class ExpertsConfig(QuantizationConfigMixin):
     """Makes ``from_pretrained`` quantize experts to int8 codes as it reads them."""
 
+    name = "fastdecode_int8_experts"
+    """The name of the quantizer within transformers."""
+
     def __init__(self) -> None:
-        self.quant_method = NAME
+        self.quant_method = self.name
 
 
-@register_quantizer(NAME)
+register_quantization_config(ExpertsConfig.name)(ExpertsConfig)
+
+
+@register_quantizer(ExpertsConfig.name)
 class ExpertsQuantizer(HfQuantizer):
     """Replaces the operations that join experts' weights by one that quantizes each expert."""
 
