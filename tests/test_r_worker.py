@@ -229,7 +229,7 @@ def test_a_port_that_is_no_r_worker_is_named(
 ) -> None:
     """Such a port is neither taken for an R-worker with another key nor waited for, though answers may take long."""
     monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2 if answer == b"" else PATIENCE_SECONDS)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 1.0 if answer == b"" else PATIENCE_SECONDS)
     with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
         opened(address)
 
@@ -401,10 +401,10 @@ def test_no_plan_comes_before_the_weights_of_latents_which_are_checked() -> None
             backend.begin_step(plan)
         head = FIRST_HEAD.pack(2)
         assert "multiplies no weights" in answer(head, rows[2:], layer=1)
-        assert "are no heads" in answer(head[:7], rows[2:])
-        assert "are no heads" in answer(head, bytes(9))
-        assert "are no heads" in answer(head, np.ones((5, 20, 16), np.float32))
-        assert "are no heads" in answer(head, rows[2:], bytes(1))
+        assert "no whole heads" in answer(head[:7], rows[2:])
+        assert "no whole heads" in answer(head, bytes(9))
+        assert "no whole heads" in answer(head, np.ones((5, 20, 16), np.float32))
+        assert "no whole heads" in answer(head, rows[2:], bytes(1))
         assert "heads 2 to 5" in answer(head, rows)
         assert answer(head, rows[2:]) == "READY"
         backend.begin_step(plan)

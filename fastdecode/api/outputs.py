@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from typing import Any, ClassVar, TypeVar, overload
 
 from fastdecode.core.weighing import AttentionSource
@@ -43,8 +44,12 @@ class Grown(Sequence[Item]):
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
         """Return one item, or a tuple of the items of a slice."""
         if isinstance(index, slice):
-            return tuple(self._items[place] for place in range(*index.indices(self._count)))
+            return tuple(self._items[: self._count][index])
         return self._items[range(self._count)[index]]
+
+    def __iter__(self) -> Iterator[Item]:
+        """Iterate over the items of the view, several times faster than by index."""
+        return islice(self._items, self._count)
 
 
 class _Snapshot:
@@ -114,7 +119,7 @@ class CompletionOutput(_Snapshot):
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends, sources)
 
     def cut(self) -> CompletionOutput:
-        """Return a copy without tokens and text, whose finish reason "stop" becomes "length"."""
+        """Return a copy without tokens and text, for ``max_tokens=0``; a finish reason "stop" becomes "length"."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings in one pass each, instead of torch's five to ten (CPU, float32 and bfloat16).
+"""One-pass norms and rotary embeddings, instead of torch's five to ten passes (CPU, float32 and bfloat16).
 
 The model's code is not changed. A norm gets its own ``forward``, and an attention layer its class's ``forward`` with
 another ``apply_rotary_pos_emb``. Each replacement is first compared with the model's own code on random rows, and not
@@ -33,7 +33,7 @@ class FusedRows:
     """Replaces norms and rotary embeddings of a model by one-pass forms, and can restore them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Replace each norm and rotary embedding of ``model`` for which the one-pass form proves equal."""
+        """Replace each norm and rotary embedding of ``model`` whose one-pass form gives equal results in a trial."""
         self.num_norms = self.num_rotary = 0
         self._replaced: list[torch.nn.Module] = []
         self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], Forward] | None] = {}
@@ -47,7 +47,6 @@ class FusedRows:
         logger.info("%d norms and %d rotary embeddings in one pass", self.num_norms, self.num_rotary)
 
     def undo(self) -> None:
-        """Restore every module's own ``forward``."""
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
@@ -89,7 +88,7 @@ class FusedRows:
 
 
 def are_rotated_whole(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
-    """Return whether q and k are [1, heads, T, dim] of the dtype of ``cos``, and ``cos`` [1, T, dim] has all dims."""
+    """Return whether q and k have shape [1, heads, T, dim] and dtype of ``cos``, and ``cos`` covers all ``dim``."""
     fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
     return fits and cos.shape == (1, q.shape[2], q.shape[3])
 
@@ -111,17 +110,15 @@ class Rotary:
 
 
 def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
-    """Return ``heads`` [1, heads, T, dim] rotated by the angles of ``cos`` and ``sin``. Strides may be anything."""
     rows = rows_of(heads)
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # strides between rows or heads may be anything
+        rows = rows.clone(memory_format=torch.contiguous_format)  # the kernel takes dense rows only
     out = torch.empty(rows.shape, dtype=rows.dtype)
     _sworker.rotate(_array(rows), cos, sin, _array(out), torch.get_num_threads())
     return out.transpose(0, 1)[None]
 
 
 def _array(rows: torch.Tensor) -> Any:
-    """Return the tensor's memory as a numpy array, with its strides; bfloat16 as its bits."""
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
@@ -130,7 +127,7 @@ def eps_of(norm: torch.nn.Module) -> float | None:
 
 
 def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
-    """Return a function that makes one-pass forwards for norms like ``norm``; None if no form proves equal.
+    """Return a function that makes one-pass forwards for norms like ``norm``; None if no form gives equal results.
 
     The forms multiply by the weight after rounding, by the weight before rounding, or by one plus the weight.
     """
@@ -148,7 +145,6 @@ def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
 
 
 def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
-    """Return a one-pass forward for ``norm``; rows are multiplied by weight + ``offset``."""
     dtype, eps = norm.weight.dtype, float(eps_of(norm) or 0.0)
     weight = (norm.weight.detach().float() + offset).numpy()
 
@@ -172,7 +168,7 @@ def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.
     try:
         pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # the model's function of that name takes other arguments
+    except Exception as error:  # the model's rotation function takes other arguments
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 

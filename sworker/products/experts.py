@@ -1,4 +1,4 @@
-"""Mixtures of experts in int8. Rows are grouped by expert, and no row is added to fill a group.
+"""Mixtures of experts in int8. Rows are grouped by expert, without padding.
 
 The experts' module is not changed: transformers looks up the experts' function by name (see `adapters/experts.py`).
 """
@@ -71,7 +71,7 @@ def has_known_form(module: Any) -> bool:
 
 
 def pack_experts(model: torch.nn.Module) -> int:
-    """Pack the codes of all experts; return the number of layers."""
+    """Pack the codes of all experts in ``model``; return the number of layers with experts."""
     count = 0
     for module in model.modules():
         codes = module.__dict__.pop(EXPERTS, None)
@@ -90,7 +90,7 @@ class ExpertProducts:
     """The packed experts of one layer."""
 
     def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
-        """``codes``: by parameter, the codes of each expert. An expert's codes are freed once it is packed."""
+        """``codes``: by parameter, the int8 weight of each expert, which is freed when the expert is packed."""
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
@@ -146,7 +146,7 @@ class ExpertProducts:
 def integer_experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute quantized experts; see ``ExpertProducts.forward``. Unquantized experts do not use this function."""
+    """Compute quantized experts; see ``ExpertProducts.forward``. transformers calls this by its registered name."""
     products = experts.__dict__.get(PRODUCTS)
     compute = products.forward if products else experts_forward
     found: torch.Tensor = compute(experts, hidden_states, top_k_index, top_k_weights)
@@ -154,7 +154,7 @@ def integer_experts_forward(
 
 
 def _packed(codes: list[IntegerCodes]) -> list[Any]:
-    """Pack each expert, and free its plain codes at once."""
+    """Pack each expert's codes for the kernels, and free the unpacked codes at once."""
     threads, packed = torch.get_num_threads(), []
     for each in codes:
         packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))

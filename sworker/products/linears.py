@@ -1,4 +1,4 @@
-"""A model's linear layers, quantized while it is loaded, and packed after ranks have cut them.
+"""A model's linear layers in int8: quantized while it is loaded, and packed after ranks have cut them.
 
 A layer's code is not changed. The layer gets another ``forward``; layers that read the same rows share one product.
 """
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
-    """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as its codes exist.
+    """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as it is quantized.
 
-    ``published``: codes from the checkpoint, by weight name; they are used unchanged, without rotation.
+    ``published``: readers of int8 weights in the checkpoint, by name. These are used unchanged, not rotated.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
@@ -60,7 +60,7 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
 
 
 def layers_with_cut_inputs(model: Any) -> set[str]:
-    """Return the names of the layers whose inputs are split among ranks, for any number of ranks."""
+    """Return the names of the layers whose inputs ranks split, or would split if there were ranks."""
     plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
@@ -78,25 +78,27 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     kind: Any = type(module)
     if not multiplies_alone(kind):
         return False
-    # Layers with few outputs, such as routers, are fast but need precision. Sums over too many inputs can exceed int32.
+    # Layers with few outputs, such as routers, need precision and are fast anyway. Sums of more inputs can exceed
+    # int32.
     if module.out_features < 16 or module.in_features > 130_000:
         return False
-    if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
+    # a router, recognized by its number of outputs
+    if module.out_features in expert_counts and not name.endswith("_proj"):
         return False
-    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them
+    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers use their weights
     kept_names = ("router", "indexer", "kv_b_proj")
     return not any(part in name for part in kept_names)
 
 
 def expert_counts(hf_config: Any) -> set[int]:
-    """Return the model's numbers of experts. A layer with so many outputs is a router."""
+    """Return the numbers of experts that layers of the model have. A linear layer with so many outputs is a router."""
     text_config = hf_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
 
 
 def num_attention_heads(hf_config: Any) -> int:
-    """Return the number of query heads, which ranks share."""
+    """Return the number of query heads, which are divided among ranks."""
     return int(getattr(hf_config.get_text_config(), "num_attention_heads", 1) or 1)
 
 
@@ -104,14 +106,14 @@ class IntegerLinears:
     """The packed, quantized linear layers of a model. Their weights cannot be restored."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Pack every layer that has codes. Raise ModelLoadError if a product is not exact."""
+        """Pack every layer with an int8 weight. Raise ModelLoadError if the kernels multiply wrongly."""
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
         """The product of each layer, by the layer's ``id()``."""
         for linears in list(_groups(model)):
             self._pack(linears)
-            return_free_memory()  # codes and packed codes would leave holes between each other
+            return_free_memory()  # otherwise the freed int8 weights would leave holes between packed weights
         if self.num_layers:
             logger.info("%d linear layers multiply integers", self.num_layers)
 
@@ -137,7 +139,7 @@ class IntegerProduct(SharedProduct):
     """One integer product for layers that read the same rows."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
-        """``codes``: the codes of each of ``linears``, all with the same block size."""
+        """``codes``: the int8 weight of each of ``linears``, all with the same block size."""
         self._own_dtype = linears[0].weight.dtype
         self._widths = [len(each.codes) for each in codes]
         self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
@@ -157,23 +159,25 @@ class IntegerProduct(SharedProduct):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the layers' rows."""
         return self._own_dtype
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs of all its layers."""
+        """The number of outputs of all layers together."""
         return sum(self._widths)
 
     def weight(self, index: int) -> torch.Tensor:
-        """See ``SharedProduct.weight``: the weight that the codes stand for."""
+        """See ``SharedProduct.weight``. The weight is computed from int8 numbers and scales."""
         first = sum(self._widths[:index])
         own = slice(first, first + self._widths[index])
         codes = torch.from_numpy(self._weights.unpack())[own]
         return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """Return [..., outputs] for ``rows`` [..., inputs]; with an activation, gates come first, and then values."""
+        """Return [..., outputs] for ``rows`` [..., inputs].
+
+        With an activation, ``rows`` are the outputs of a gated layer's first product: gates, then values.
+        """
         x = as_rows(rows)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
         threads = torch.get_num_threads()
@@ -184,7 +188,10 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """Multiply with ranks: one scale per row for all ranks and one integer sum give the same bits as one rank."""
+        """Multiply if inputs are split among ranks. All ranks quantize a row with one scale and add integer sums once.
+
+        So the bits are the same as with a single rank.
+        """
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
         peaks = torch.stack(rank.gather(peaks)).amax(0)
@@ -193,7 +200,7 @@ class IntegerProduct(SharedProduct):
         self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
 
     def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
-        """Raise ModelLoadError unless the sums of extreme and random rows are exact."""
+        """Raise ModelLoadError unless integer sums of extreme and random rows are exact for the first outputs."""
         rows = torch.randint(-127, 128, (16, self.width), generator=torch.Generator()).float()
         rows[0], rows[1], rows[2, ::2] = 127.0, -127.0, 127.0
         sums = torch.empty(len(rows), self.num_outputs, dtype=torch.int32)
@@ -213,9 +220,9 @@ class IntegerProduct(SharedProduct):
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Yield every layer with codes, grouped with those that read the same rows."""
+    """Yield every quantized layer, grouped with the layers that read the same rows."""
     seen: set[int] = set()
-    # Names of sibling layers that read the same rows; a shared product quantizes these rows once
+    # Names of sibling layers that read the same rows, which a shared product quantizes only once
     shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in model.modules():
         children = dict(module.named_children())
@@ -232,7 +239,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 def _can_share(linears: Sequence[Any]) -> bool:
     """Return whether these layers can share a product.
 
-    All must have codes, the same input size and block size, all or no biases, and inputs that ranks do not split.
+    All must be quantized, with equal input and block sizes, unsplit inputs, and either all or no biases.
     """
     codes = [codes_of(linear) for linear in linears]
     kinds = {
