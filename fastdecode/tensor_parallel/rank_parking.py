@@ -40,7 +40,6 @@ class MemberParks:
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes], patience_ms: int
     ) -> Parked:
-        """See ``Parks.park``."""
         asked = "park", sequence_id, chain.name
 
         def ask(before: Parked) -> Parked:
@@ -102,7 +101,7 @@ class MemberParks:
 
 
 class Tells(Protocol):
-    """Sends messages to all other ranks, and detects lost ranks (``TensorParallelBackend``)."""
+    """An object that sends messages to all other ranks and detects lost ranks, such as ``TensorParallelBackend``."""
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
         """Send ``message`` to the other ranks, which then act as ``do`` does here; return the result of ``do``."""

@@ -37,10 +37,10 @@ class RankPlace:
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Return the place that a launcher such as torchrun gave this process among ``size`` ranks; None without ranks.
+    """Return this process's rank among ``size``, as a launcher such as torchrun has set it; None without a launcher.
 
-    If the launcher started a single process, the engine itself starts the other ranks. Raise ConfigError if the
-    launcher started another number of processes than ``size``, or if rank 0's address is unknown.
+    Without a launcher, the engine itself starts the other ranks. Raise ConfigError if the launcher started another
+    number of processes than ``size``, or if rank 0's address is unknown.
     """
     # The name of Slurm's launcher, which starts the tasks of a job step
     srun = "srun of Slurm"

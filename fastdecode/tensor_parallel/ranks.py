@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of the job: it starts or meets the other ranks, and opens one backend over all R-workers.
+    """Rank 0's view of the job: it starts or connects to the other ranks, and opens one backend over all R-workers.
 
     ``config``: rank 0's settings. ``on_one_machine``: True if all ranks run on the same machine.
     """
@@ -133,9 +133,9 @@ class Ranks:
 
 
 def follow(config: EngineConfig) -> None:
-    """Serve rank 0 until it ends and exit, if a launcher started this process as another rank; return in rank 0.
+    """In a process that a launcher started as a rank other than 0, serve rank 0 until it ends, then exit.
 
-    Call this before anything else.
+    Elsewhere do nothing. Call this before anything else.
     """
     place = find_place(config.tensor_parallel_size)
     if place is not None and place.index:
@@ -226,7 +226,8 @@ class Follower:
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # of these kinds, rank 0 sees the error too, and decides
+                    # all ranks exchange errors of these messages, and rank 0 decides what follows
+                    if message.kind not in COMPARED:
                         raise
 
     def _step(self, message: Message) -> None:

@@ -38,7 +38,7 @@ def experts_forward(
     added = torch.repeat_interleave(torch.arange(len(counts)), (wanted - counts) * (counts > 0))
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    # Each added row needs k experts, so k must divide the number of entries: the last expert gets more
+    # Each padding row needs k experts, so k must divide the number of entries: the last expert gets additional ones
     rest = next(number for number in range(0, multiple * k, multiple) if (len(added) + number) % k == 0)
     added = torch.cat([added, added[-1:].expand(rest)]).reshape(-1, k)
     output = grouped_mm_experts_forward(

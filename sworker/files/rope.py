@@ -68,7 +68,7 @@ def check_named(text_config: Any) -> None:
 
 
 def reach(text_config: Any, longest: int) -> int:
-    """Return the longest context that a user may ask for: ``longest``, which the configuration names, or more.
+    """Return the longest context that a user may ask for: ``longest``, the configuration's, or more with scaled rope.
 
     Linear scaling multiplies the configuration's length, and YaRN its original length, as in vLLM. For other kinds, and
     for parameters per type of layer, the configuration already has the scaled length.

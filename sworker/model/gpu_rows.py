@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations on a GPU, one kernel launch each instead of torch's two to ten.
+"""GPU kernels for norms, rotary embeddings and gated activations: one launch each, instead of torch's two to ten.
 
 The model's code is not changed: single modules get another ``forward``. Each is first compared with the model's own on
 random rows, and not used if they differ by more than rounding. Without triton nothing is replaced.
@@ -50,7 +50,6 @@ class GpuRows:
         logger.info("on the GPU, in one launch each: %s", ", ".join(f"{n} {name}" for name, n in self.counts.items()))
 
     def undo(self) -> None:
-        """Give every module its class's ``forward`` back."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()

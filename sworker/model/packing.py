@@ -39,7 +39,6 @@ class Packing:
 
     @property
     def is_kept(self) -> bool:
-        """True if weights stay packed."""
         return self.how in ("theirs", "ours")
 
 
@@ -123,7 +122,7 @@ def fetch_kernels(method: str, device: torch.device) -> None:
 
 
 def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
-    """Return why transformers' quantizer cannot keep these weights packed on ``device``; "" if it can."""
+    """Return why transformers' own quantizer cannot keep these weights packed on ``device``; "" if it can."""
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
@@ -155,7 +154,7 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return (the weights' final form, arguments for ``from_pretrained``, the model class whose method to call).
+    """Return (the weights' final form, arguments for ``from_pretrained``, the class whose ``from_pretrained`` to call).
 
     The form may change to unpacked if the model cannot keep its weights packed. ``skeleton``: makes the model without
     memory. The class is None if transformers' automatic class loads the model.
@@ -206,7 +205,7 @@ def unpacked(model: Any) -> Any:
 
 
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
-    """Log that weights stay packed, with their bytes and the reason; as a warning, so that users see it."""
+    """Log that weights stay packed, with their bytes and the reason. This is a warning only so that users see it."""
     logger.warning(
         "%s: weights in %s stay packed, %.4g GB: %s", name, packing.method, weight_bytes(model) / 1e9, packing.why
     )

@@ -88,7 +88,7 @@ class SModel:
 
     @property
     def kv_identity(self) -> str:
-        """A name for all of the S-part that keys and values depend on: weights, configuration, device.
+        """A name for everything in the S-worker that determines keys and values: weights, configuration, device.
 
         The R-workers' arithmetic also changes keys and values, but is not part of this name.
         """
@@ -100,7 +100,6 @@ class SModel:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The torch module that ``code`` runs."""
         return self.code.module
 
     @property

@@ -38,7 +38,7 @@ class OrderedWeight(torch.nn.Parameter):
 
 
 def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``F.linear``, computed in float32 in a fixed order and rounded to the dtype of ``rows``."""
+    """Return the result of ``F.linear``, computed in float32 in a fixed order and rounded to the dtype of ``rows``."""
     x = rows.detach().reshape(-1, rows.shape[-1]).float().contiguous()
     out = torch.empty(len(x), len(weight))
     own = weight.detach().float().contiguous()
@@ -48,7 +48,7 @@ def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def order_products(model: torch.nn.Module, hf_config: Any) -> int:
-    """Give routers and small unquantized linear layers an ``OrderedWeight``; return how many there are."""
+    """Give routers and small unquantized linear layers an ``OrderedWeight``; return the number of such layers."""
     counts, found = expert_counts(hf_config), 0
     for module in model.modules():
         weight = module._parameters.get("weight")
