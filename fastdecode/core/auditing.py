@@ -27,7 +27,7 @@ class AuditMode(IntEnum):
 
     @property
     def attends(self) -> bool:
-        """True if the mode attends, so that the question needs a query."""
+        """True if the audit computes attention, so that the question needs a query."""
         return AuditMode.ATTEND <= self <= AuditMode.READ
 
 

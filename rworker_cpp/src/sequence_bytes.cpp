@@ -68,7 +68,7 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
     });
 }
 
-/// Rows [start, end) of `rows`.
+/// Reads rows [start, end) of `rows`.
 void KVCache::read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
                          std::int64_t end) const {
     const TokenCodec codec(dtype_, layers_[layer]);

@@ -36,7 +36,7 @@ struct Sequence {
     KeptRows kept = {}, coming = {};              // rows that its state still lacks; those of the open step
     KeptRows spare = {};                          // memory for such rows of the next step
     std::int64_t first_kept = 0, num_kept = 0;    // the rows of `kept` that a truncate left
-    bool kept_lone = false, coming_lone = false;  // single attending row: it left the matrix product's input
+    bool kept_lone = false, coming_lone = false;  // one attending row, of which key and matrix input are kept
     bool state_spoilt = false;                    // by an abandoned step
     std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
 };
@@ -91,7 +91,7 @@ class KVCache {
     void check_read(const Span& span) const;
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
-    /// The same. Throws Error also where the sequence is incoming.
+    /// Like `sequence`, but throws Error also if the sequence is incoming.
     const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
     std::vector<std::int64_t> incoming_ids() const;  // of sequences that are incoming, ascending
@@ -101,14 +101,15 @@ class KVCache {
     /// class may.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Stores rows of an incoming sequence as `append` does, in any order, each row once. Controls that open, commit or
-    /// release incoming sequences wait at most for one slice of it. They may end it with UnknownSequence.
+    /// release incoming sequences wait for one slice of rows at most. They may end this call with UnknownSequence.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append);
     /// Stores the state of an incoming sequence after all its tokens, in one layer: the bytes that `export_sequence`
     /// writes for that layer.
     void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data);
-    /// The same check for reading tokens that an incoming sequence has from the sequence it was forked from.
+    /// Throws Error, or UnknownSequence for the job, unless these tokens may be read, which an incoming sequence has
+    /// from the sequence that it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Reads such rows as they are stored. Controls wait for it and may end it, as with `store`.
+    /// Reads these tokens' rows as they are stored. As with `store`, controls may wait for a slice or end the call.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const;
     std::int64_t num_incoming() const;
 
@@ -138,7 +139,7 @@ class KVCache {
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Throws Error unless the sequence has these tokens.
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    /// True where a sequence's unspoilt state is, or can be advanced to, that after `num_tokens` tokens.
+    /// True if a sequence's state is valid, and is or can be advanced to the state after `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
     /// Fewest tokens to which a sequence can be cut. It is more than the sequence's length where the state is spoilt.
     std::int64_t least_length(std::int64_t sequence_id) const;
@@ -226,7 +227,7 @@ class KVCache {
     std::vector<BlockEdit> edits_;                                          // in their order
     std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
     std::unordered_map<std::int64_t, Incoming> opened_;                     // jobs that the controls opened
-    std::vector<std::int64_t> closed_;                                      // jobs that they committed or released
+    std::vector<std::int64_t> closed_;                                      // jobs that controls committed or released
     std::size_t log_size_after_controls_ = 0;
 };
 

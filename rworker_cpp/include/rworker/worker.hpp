@@ -66,8 +66,8 @@ void check_order(std::span<const std::vector<Span>> mini_batches);
 class AttentionJob;
 class StateJob;
 
-/// One thread calls it, except `store`, `read_prefix` and the checks of `cache()` before these. Every mistake throws an
-/// Error and leaves the worker unchanged.
+/// Only one thread may call its methods. Exceptions: `store`, `read_prefix`, and the checks of `cache()` before these.
+/// Every mistake throws an Error and leaves the worker unchanged.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
