@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fastdecode import _sworker
-from fastdecode.sworker.model.fused import DTYPES, is_large
+from fastdecode.sworker.model.fused import DTYPES
 from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
 from fastdecode.sworker.run.staging import to_numpy
 
@@ -41,7 +41,7 @@ class OnePassNorm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return normalised rows, like ``x`` [..., dim]; with a residual, also the sum of rows and residual."""
-        if x.dtype != self._weight.dtype or is_large(x):
+        if x.dtype != self._weight.dtype:
             return self._own(x, residual)
         if residual is None:
             return self._normalised(x, self._float_weight)
@@ -53,7 +53,7 @@ class OnePassNorm:
     def _normalised(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
         rows = x.reshape(-1, len(weight)).contiguous()
         out = torch.empty_like(rows)
-        _sworker.rms_norm(to_numpy(rows), weight, self._eps, True, to_numpy(out))
+        _sworker.rms_norm(to_numpy(rows), weight, self._eps, True, to_numpy(out), torch.get_num_threads())
         return out.view(x.shape)
 
     def proves_equal(self) -> bool:
