@@ -2,8 +2,8 @@
 
 python benchmarks/audits.py named --fault results    # audited rows until it is named, if 1 of 10,000 rows is wrong
 python benchmarks/audits.py named --fault memory     # audited rows until it is named, if 1 bit of a block has flipped
-python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01, divided by tokens/s without python
-benchmarks/audits.py pool                     # CPU time of R-workers with audits and without; needs no model
+python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01, divided by tokens/s without
+python benchmarks/audits.py pool                     # CPU time of R-workers with audits and without; needs no model
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastdecode.core.step import CHUNK, READ
 from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
 from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.sworker.run.random_prompts import RandomPrompts
+from fastdecode.perfmodel.lab.measure.decode_rig import random_prompts
 
 VICTIM = 1
 NUM_SEQS = 32
@@ -223,7 +223,7 @@ def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     audits = [Audit(), pool.audit]
     pool.audit = audits[0]
-    with engine.world.computed_by(RandomPrompts):
+    with random_prompts(engine.world):
         while engine.scheduler.snapshot().num_waiting or len(engine.scheduler.snapshot().sequences) < num_seqs:
             engine.step()
         engine.step()
@@ -231,7 +231,7 @@ def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple
         engine.step()
     seconds: list[list[float]] = [[], []]
     for step in range(2 * num_steps):
-        kind = step // 10 % 2
+        kind = int(step % 4 in (1, 2))
         pool.audit = audits[kind]
         start = time.perf_counter()
         engine.step()

@@ -16,7 +16,7 @@ from fastdecode.kinds.layout import KVLayout
 class AuditMode(IntEnum):
     """The work of an R-worker on an audited row.
     CHECK: compare blocks with their checksums; all other modes do so too. ATTEND, PARTIAL, READ: attend again, as for a
-    span in that SpanMode. ROWS: return keys and values of one layer.
+    span in that SpanMode. ROWS: return keys and values of one layer. BLOCKS: the same, full blocks as they are stored.
     """
 
     CHECK = 0
@@ -24,6 +24,7 @@ class AuditMode(IntEnum):
     PARTIAL = SpanMode.PARTIAL
     READ = SpanMode.READ
     ROWS = 4
+    BLOCKS = 5
 
     @property
     def attends(self) -> bool:
@@ -67,7 +68,7 @@ def answer_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
     match asked.mode:
         case AuditMode.CHECK:
             return 0
-        case AuditMode.ROWS:
+        case AuditMode.ROWS | AuditMode.BLOCKS:
             return asked.num_tokens * layer.token_bytes(layout.kv_dtype)
         case AuditMode.ATTEND:
             return math.prod(layer.row_shapes[3]) * WIRE_DTYPE[layout.model_dtype].itemsize
