@@ -155,7 +155,7 @@ class Counted:
 
 
 def time_cost(args: argparse.Namespace) -> None:
-    """Print tokens/s of decode steps with the audit, divided by tokens/s without. They alternate every ten steps."""
+    """Print tokens/s of decode steps with the audit, divided by tokens/s without, in the order A B B A."""
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "kv_replicas": args.kv_replicas}
     settings |= {"max_model_len": args.context_len + 2 * args.steps + 64, "audit": args.audit}
     settings |= {"r_workers": args.r_workers, "kv_cache_memory": args.kv_cache_memory, "load_format": args.load_format}
