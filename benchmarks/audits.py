@@ -170,7 +170,9 @@ def time_cost(args: argparse.Namespace) -> None:
 
 
 def pool_cost(args: argparse.Namespace) -> None:
-    """Print the CPU time of two R-workers with the audit, divided by that of two others without, all in here."""
+    """Print the CPU time of two R-workers with the audit, divided by that of two others without.
+    All four are in this process; the pairs take turns.
+    """
     layers = (Dense(8, 4, 128, 128, 0.1),) * 8
     pools = [InprocBackend([RWorkerSize(512 << 20, 1)] * 2, 32) for _ in range(2)]
     pools[1].set_audit(args.audit, 0)

@@ -157,7 +157,7 @@ def _print_slow_links(row_seconds: float, pair_seconds: float) -> None:
 
 
 def _slow(model: PrefillTimes, paper: float, num_tokens: int, num_gpus: int) -> str:
-    """Return, as text, the seconds of the overlapped chain, and of a chain whose last link hides nothing."""
+    """Return, as text, the paper's seconds, the model's, and the model's if the link's transfers were not hidden."""
     parts = best_parts(model, num_tokens, num_gpus)
     seconds = model.chain_seconds(parts)[-1]
     fast = replace(model, link=FAST_LINK)

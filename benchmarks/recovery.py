@@ -107,7 +107,7 @@ def main() -> None:
             spec, processes = stack.enter_context(three_workers(args.transport))
             ranks = {"tensor_parallel_size": args.tensor_parallel_size}
             engine = stack.enter_context(small_engine(folder, spec, **ranks))
-            own_pool = getattr(engine.backend, "pool", engine.backend)  # With several ranks, the R-workers of rank 0.
+            own_pool = getattr(engine.backend, "pool", engine.backend)
             groups = [processes or [worker.link.process.pid for worker in own_pool.workers]]
             groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
             blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)

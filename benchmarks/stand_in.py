@@ -60,7 +60,7 @@ class StandInBackend(InstantBackend):
 
     def collect(self, mini_batch: int) -> np.ndarray:
         while (left := self._end[mini_batch] - time.perf_counter()) > 0:
-            time.sleep(max(0.0, left - TIMER_SECONDS))  # The rest is busy waiting, since timers fire late.
+            time.sleep(max(0.0, left - TIMER_SECONDS))  # Busy-wait for the rest: timers fire late.
         return self._rows[mini_batch]
 
     def end_step(self) -> StepReport:

@@ -62,7 +62,7 @@ def times(
     channels, outputs = heads * value_dim + 2 * groups * key_dim, heads * value_dim
     # Elements per channel: the window is read, one row of it written, and the filter and the input are read.
     beside = (TAPS - 1) + 1 + TAPS + 1
-    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # Half, since a loop reads and writes.
+    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # // 2: the loop reads and writes each byte.
     arrays = [np.ones((threads, size // 4 // threads), np.float32) for size in (num_bytes, num_bytes + more)]
     step, kept = (decode_steps(kind, threads, args.num_sequences, args.dtype, keeps) for keeps in (False, True))
     with ThreadPoolExecutor(threads) as pool:

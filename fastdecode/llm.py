@@ -179,7 +179,7 @@ def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
     Raise ConfigError unless the numbers of texts and of token id lists are equal.
     """
     if prompts is None and prompt_token_ids is None:
-        raise ConfigError("generate: give prompts")
+        raise ConfigError("generate: give prompts or prompt_token_ids")
     texts: list[Any] = [] if prompts is None else [prompts] if _is_single(prompts) else list(prompts)
     if prompt_token_ids is None:
         return texts

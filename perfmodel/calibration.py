@@ -1,7 +1,6 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor, a short call that shows the machine's present speed. The callers pass the
-timed calls as callables.
+Each measurement alternates with an anchor, a short call that shows the machine's present speed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ class Measured:
 @dataclass(frozen=True)
 class Steadied:
     """Samples, and how the machine's speed changed while they were taken.
-    ``drift``: an anchor's time at the samples, divided by its reference time. ``moved``: the relative change of the
-    anchor's time from before the samples to after them. ``tries``: how often the samples were taken.
+    ``drift``: the anchor's mean time before and after the samples, divided by its reference time. ``moved``: the
+    relative change of the anchor's time from before the samples to after them. ``tries``: how often the samples were
+    taken.
     """
 
     samples: np.ndarray

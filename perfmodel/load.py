@@ -112,4 +112,4 @@ def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
     if sequences_each <= 1:
         return largest / sequences_each
-    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # whole sequences
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are indivisible

@@ -228,9 +228,9 @@ def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 def _dense_layers(config: Mapping[str, Any]) -> int:
     """Return how many layers of a model with experts have a dense MLP instead."""
     kinds = config.get("mlp_layer_types")
-    if "moe_layers" in config:  # Llama 4
+    if "moe_layers" in config:  # a key of Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
-    if "expert_layer_period" in config:  # Jamba
+    if "expert_layer_period" in config:  # a key of Jamba
         layers = range(config["num_hidden_layers"])
         return sum(i % config["expert_layer_period"] != config["expert_layer_offset"] for i in layers)
     given = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0

@@ -30,7 +30,7 @@ class PromptAttentionTimes:
     def __post_init__(self) -> None:
         if not 0 < self.pair_seconds < math.inf or self.tile_rows < 1:
             raise ConfigError(
-                f"attention must take finite seconds above zero per pair, and tiles have a row at least, "
+                f"attention must take finite seconds above zero per pair, and tiles must have at least one row, "
                 f"not {self.pair_seconds!r} and {self.tile_rows}"
             )
 

@@ -106,7 +106,7 @@ class StepModel:
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
-        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; of equals the first."""
+        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; if equal, the first."""
         bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 

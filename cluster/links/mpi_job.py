@@ -114,7 +114,7 @@ class SWorkerRank(JobRanks):
             raise ConfigError(f"{setting}: this job has {found} rank(s) of `{command}`: {PREFILL_LINE}")
         if wanted == 0 and found and not self._has_begun:
             flag = "--r-workers mpi" if role is Role.R_WORKER else f"--prefill-workers mpi:{found}"
-            raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
+            raise ConfigError(f"this job has {found} rank(s) of `{command}`: give the S-worker {flag}")
 
     def address(self, rank: int) -> str:
         """Wait until the prefill worker at rank ``rank`` sends its address; return "host:port".

@@ -117,7 +117,7 @@ class Port:
         open_kinds: Collection[Kind] = (),
         niceness: int = 0,
     ) -> None:
-        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``:
         how much to raise the niceness of the port's and libzmq's threads, which lowers their priority.

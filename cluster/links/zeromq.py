@@ -146,7 +146,7 @@ class ZmqListener(ZmqSocket):
         part_bytes: int = FRAME_LIMIT,
         received: int = MAX_QUEUED,
     ) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
         ``ZmqSocket``.

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 class RandomAudit(Audit):
     """Audits a fraction of all rows, chosen at random.
-    If the sequence has a second copy, its R-worker attends the row again. Otherwise this process does so, over the keys
-    and values that the row's own R-worker returns. Every R-worker that is asked also checks its blocks' checksums.
+    If the sequence has a second copy, that copy's R-worker attends the row again. Otherwise this process does so, over
+    the keys and values that the row's own R-worker returns. R-workers also check the blocks' checksums.
     """
 
     is_on = True
@@ -81,7 +81,7 @@ class RandomAudit(Audit):
                 "--uniform-arithmetic makes all use one", info.name, info.isa, self._isa,
             )  # fmt: skip
             return False
-        with contextlib.suppress(WorkerLostError):  # the next step finds out
+        with contextlib.suppress(WorkerLostError):  # the next step notices the loss of the R-worker
             joined.worker.audit([])()
         return True
 

@@ -251,7 +251,7 @@ class PoolBackend(PoolMembers):
             times = self.workers[index].ended()
         except FAILURES as error:
             self._failed(index, "the end of the step", error)
-            times = self.workers[index].ended()  # ``_failed`` has put a ``LostWorker`` here
+            times = self.workers[index].ended()  # ``_failed`` has put a ``LostWorker`` at this index
         if times.leaving and self._newcomers:
             self._newcomers.asks_to_leave(self.workers[index].name)
         num_blocks = self._blocks[index][0]

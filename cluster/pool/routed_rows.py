@@ -136,12 +136,12 @@ class RoutedRows:
         shape = len(rows), *array.shape[1:]
         if (key := (name, worker, shape)) not in self._taken:
             self._taken[key] = np.empty(shape, array.dtype)
-        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # the default mode would copy ``out``
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # another mode would copy ``out``
 
     def partials_of(self, worker: int) -> np.ndarray:
         """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
         if self._spec is None:
-            raise ValueError("no layer was scattered")
+            raise ValueError("no layer was scattered: call scatter first")
         return self._partials(self._spec)[worker]
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:

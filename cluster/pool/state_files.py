@@ -98,7 +98,7 @@ class StateFiles:
             state = states.export(cache_id, num_tokens, 0)
         except ValueError:
             state = np.zeros(0, np.uint8)
-        if state.nbytes:  # none if an abandoned step has overwritten it
+        if state.nbytes:  # empty if an abandoned step has overwritten the state
             self._saving = self._threads.submit(self._write, cache_id, num_tokens, state)
             self._tokens[cache_id] = num_tokens
         # The share of the S-worker's time that copies of states may take
@@ -126,7 +126,7 @@ class StateFiles:
 
     def _load(self, states: _rworker.RWorker, held: HeldSequence, block_size: int) -> HeldSequence | None:
         path = self._path(held.cache_id, self._epoch - 1)
-        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or no room for the state
+        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or out of memory
             num_tokens, state = _read(path, held.cache_id)
             if num_tokens <= held.num_tokens:
                 states.import_(held.cache_id, num_tokens, state)

@@ -125,7 +125,7 @@ def listen_for_joins(
     security: str | None = None,
     silence_seconds: float = SILENCE_SECONDS,
 ) -> JoinListener:
-    """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if that is impossible.
+    """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if listening fails.
 
     Messages to this listener are encrypted whenever there is a key. ``security``: for the links to the R-workers.
     """

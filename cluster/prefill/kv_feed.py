@@ -68,7 +68,7 @@ class KvFeed:
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address``, ``epoch``: those of the port. Raise BackendError if the two sides do not share a key."""
+        """``epoch``: the epoch of the port at ``address``. Raise BackendError if the two sides do not share a key."""
         self.address = address
         self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)

@@ -1,4 +1,4 @@
-"""Sends a prompt's keys and values to KV ports of R-workers that store them, and reads a prefix from such ports.
+"""Sends a prompt's keys and values to the KV ports of R-workers that store them, and reads a prefix from KV ports.
 
 If ranks share the model, a logical R-worker is one process per rank, each with the rank's KV heads and its own port.
 """

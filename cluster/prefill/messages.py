@@ -213,7 +213,7 @@ def _check_places(prompt: Prompt) -> None:
     for each in sorted(prompt.stores, key=lambda store: store.start):
         reached = max(reached, each.end) if each.start <= reached else reached
     if reached < prompt.bounds[-1]:
-        raise FrameError(f"PROMPT: no place stores token {reached}")
+        raise FrameError(f"PROMPT: no R-worker stores token {reached}")
     for place in (*(place for each in placed for place in each.places), *((prompt.next,) if prompt.next else ())):
         _check_address(place.address)
 

@@ -81,7 +81,7 @@ class PrefillServer:
         }
 
     def listen(self, host: str, port: int) -> str:
-        """Open the port; return its address, "host:port". Raise OSError if that is impossible."""
+        """Open the port; return its address, "host:port". Raise OSError if listening fails."""
         self._port = Port(host, port, self._security, self._handle, open_kinds=frozenset({Kind.HELLO}))
         return self._port.address
 

@@ -230,7 +230,7 @@ def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
         layers=list(asked.layers), queries=queries, norms=asked.norms, finds_norms=asked.finds_norms,
     )  # fmt: skip
     if not asked.finds_norms and len(found) != asked.num_blocks:
-        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, and {len(found)} are here")
+        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, not {len(found)}")
     return found
 
 

@@ -29,7 +29,7 @@ CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
 """Sizes of a trial: tokens of a sequence, query heads per KV head, and elements of a key or value."""
 
 SEQUENCES, KV_HEADS = 12, 8
-"""Sizes of a trial of reading: 48 MiB of keys and values, most of which the trials between evict from caches."""
+"""Sizes of a trial of reading: 48 MiB of keys and values, most of which leave the caches while other trials run."""
 
 
 @dataclass(frozen=True)

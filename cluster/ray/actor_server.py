@@ -130,7 +130,8 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
     for slot in range(most_slots):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace, so that no file remains
+            # A socket name that begins with \0 is in Linux's abstract namespace, so no file remains
+            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")
         except OSError:
             claim.close()
             continue

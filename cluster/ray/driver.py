@@ -111,7 +111,7 @@ class ActorGroup:
 def connect(stack: contextlib.ExitStack) -> bool:
     """Connect to the cluster at RAY_ADDRESS, or to one on this machine, or start one; return True if it was started.
 
-    When ``stack`` closes, it disconnects, and ends a cluster that was started.
+    When ``stack`` closes, this process disconnects, and a cluster that it started ends.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):

@@ -141,7 +141,7 @@ class RayBackend(JoiningBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self.join_listener is None:
-            raise BackendError("R-workers on Ray join, and there is no listener")
+            raise BackendError("R-workers on Ray join the pool: give it a join listener")
         self._job.start(self._reachable(self.join_listener))
         self._deadline = time.monotonic() + START_SECONDS
         return super().open(layout)

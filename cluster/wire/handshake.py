@@ -50,7 +50,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class Security:
     """The security of a connection. Its two ends authenticate each other by ``secret``, if there is one.
 
-    With ``encrypts`` ZeroMQ's CURVE does it. Without, the handshake of this module does it, and data is unencrypted.
+    With ``encrypts``, ZeroMQ's CURVE authenticates and encrypts. Otherwise this module's handshake authenticates the
+    ends, and data is unencrypted.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -155,7 +156,7 @@ def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
 
 
 def _answer(conversation: Conversation, kind: Kind) -> Frame:
-    # Most seconds for each answer, as long as an R-worker may take to start
+    # Most seconds for each answer. An R-worker that is starting may need this long.
     proof_seconds = 30.0
     deadline = time.monotonic() + proof_seconds
     while (frame := conversation.receive(TICK_SECONDS)) is None:

@@ -61,7 +61,7 @@ def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tu
     numbers = np.frombuffer(data, "<i8").tolist()
     found: dict[int, HeldSequence] = {}
     start = 0
-    # Numbers of a sequence in HELD, before its blocks
+    # How many numbers a sequence has in HELD before its blocks
     head_numbers = 4
     while start < len(numbers):
         head = numbers[start : start + head_numbers]

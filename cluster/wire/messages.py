@@ -157,7 +157,7 @@ def decode_hello(data: bytes | bytearray) -> Hello:
         raise FrameError("HELLO: the fingerprint does not match its cache")
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
-    del layout["rotation"]  # ``KVLayout`` has none, since the KV dtype determines the rotation
+    del layout["rotation"]  # ``KVLayout`` has no rotation, since the KV dtype determines it
     if message.lease is not None and not message.lease.session.isprintable():
         raise FrameError("HELLO: session must be a text that can be printed")
     return Hello(message.name, KVLayout(**layout), block_size, message.lease)
@@ -182,7 +182,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:
-    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: its kind."""
+    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: the worker's role."""
     return encode_json(_Join(address, role))
 
 

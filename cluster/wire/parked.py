@@ -115,7 +115,7 @@ def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
 def _check_patience(kind: str, patience_ms: int) -> None:
     most_patience_ms = 1000
     if not 0 <= patience_ms <= most_patience_ms:
-        raise FrameError(f"{kind}: patience of {patience_ms} ms; {most_patience_ms} at most")
+        raise FrameError(f"{kind}: a time limit of {patience_ms} ms; {most_patience_ms} at most")
 
 
 def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
     if not is_answer:
         raise _no_answer(path, number)
     if custom_id not in custom_ids:
-        raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which the input does not ask")
+        raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which is not in the input")
     body = answer["response"].get("body")
     other = body.get("model", model) if isinstance(body, dict) else model
     if not _same_model(other, model):
@@ -154,7 +154,7 @@ def _same_model(one: Any, other: str) -> bool:
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """Rewrite the file at ``path`` without the answers to ``custom_ids``; return the new file, open."""
+    """Rewrite the file at ``path`` without the answers to ``custom_ids``; return the new file, opened again."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:

@@ -79,7 +79,7 @@ class DraftCache:
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
         """Reserve blocks for ``num_tokens`` tokens of a sequence; return False if too few blocks are free.
         To free blocks, drop sequences that are not ``in_use``, least recently used first. If that is not enough, and
-        this sequence has cached tokens, drop sequences of ``after``, last one first.
+        this sequence has cached tokens, drop the less urgent sequences ``after``, last one first.
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)

@@ -39,7 +39,8 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # else the drafter has computed prompts in this time
+        # If drafts are missing, the drafter has computed prompts instead: that time would mislead the policy.
+        if policy and len(proposed) == len(wanted):
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:

@@ -74,7 +74,7 @@ class SpeculativeConfig:
 
 def _whole(settings: Mapping[str, Any], name: str, least: int, most: int) -> int:
     if name not in settings:
-        raise ConfigError(f"speculative_config: {name} is missing, a whole number from {least} to {most}")
+        raise ConfigError(f"speculative_config: {name} is missing: give a whole number from {least} to {most}")
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"speculative_config: {name} must be a whole number from {least} to {most}, not {value!r}")

@@ -201,7 +201,7 @@ class LLMEngine:
                 self.cycle.tell()
                 return True
         if time.monotonic() > self._deadline:
-            raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
+            raise WorkerLostError(f"{self.trouble}; none joined within {self.config.wait_for_r_workers:g} s")
         # Seconds between two checks whether an R-worker has joined
         look_seconds = 0.05
         time.sleep(look_seconds)

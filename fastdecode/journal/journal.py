@@ -17,7 +17,7 @@ from fastdecode.scheduler.names import NO_NOTES, Notes
 
 
 def next_run(folder: str | None) -> Run:
-    """Return a new ``Run`` for an engine that will open the journal in ``folder``; it names the previous run."""
+    """Return a new ``Run``, which names the previous one, for an engine that will open the journal in ``folder``."""
     before = ""
     # Bytes read from the beginning of the file: enough for the first record
     head_bytes = 4096

@@ -75,7 +75,7 @@ class Past:
         """Return whether the recorded request has this prompt and these parameters."""
         try:
             return self.asked.prompt_token_ids == prompt_token_ids and _params_of(self.asked.params) == params
-        except (ConfigError, TypeError):  # a version with other parameters wrote the journal
+        except (ConfigError, TypeError):  # a FastDecode version with other parameters wrote the journal
             return False
 
     def replay(self, request: Request) -> list[TokenSequence]:

@@ -37,7 +37,7 @@ class Index(LayerKind, frozen=True, tag="index"):
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
+        force_setattr(self, "scale", float(self.scale))  # layouts are compared as text, where 1 and 1.0 differ
 
     @property
     def query_dim(self) -> int:

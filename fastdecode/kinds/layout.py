@@ -47,7 +47,7 @@ class KVLayout:
 
     @property
     def absorbed(self) -> KVLayout:
-        """The same layout, but with queries absorbed by the sender, which prefill workers always do."""
+        """The same layout for a sender that absorbs queries itself, as prefill workers do."""
         return replace(self, layers=tuple(layer.absorbed() for layer in self.layers), weights={})
 
     @property

@@ -68,7 +68,7 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     keeps_single: bool = False
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
+        force_setattr(self, "scale", float(self.scale))  # layouts are compared as text, where 1 and 1.0 differ
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:

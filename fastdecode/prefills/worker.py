@@ -94,8 +94,8 @@ class PrefillWorker:
 
     def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
         """Return objects that compute attention and recurrent states for ``job``; reuse the last ones if they fit.
-        Torch computes attention on a GPU, and for "tsp": this method imitates systems that attend to later tokens,
-        masked.
+
+        Torch computes attention on a GPU and for "tsp", whose rows are computed against later tokens too, then masked.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
         if self._means is None or self._attends_as != wanted:

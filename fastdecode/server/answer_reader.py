@@ -141,7 +141,7 @@ class ParsedReader:
         return []
 
     def _shown(self, text: str) -> list[Piece]:
-        """Return ``text`` as content, after the text of a wrapper for tool calls, if it was held back and had none."""
+        """Return ``text`` as content. A held-back wrapper for tool calls comes before it, since no call followed."""
         if self._wrapper and not text.strip():
             self._wrapper += text
             return []

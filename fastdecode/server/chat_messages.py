@@ -34,7 +34,7 @@ class ChatWriter:
         calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
         is_told = content or not (parts or thoughts or self._reading.forced)
         if not (is_told or thoughts or calls or finished):
-            return None  # all that is new is reasoning, which this client does not get
+            return None  # only reasoning is new, which this client does not get
         return {**({"content": content} if is_told else {}), **_thoughts(thoughts), **calls}
 
     def _sorted(self, pieces: Sequence[Piece]) -> tuple[str, str, list[CallPart]]:

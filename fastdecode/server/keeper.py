@@ -194,7 +194,7 @@ class Keeper:
             self.delete(request.answer_id)
 
     def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call ``function`` in the store's thread. The result is None if it fails, which is logged."""
+        """Call ``function`` in the store's thread. If the call fails, log why; the result is then None."""
         return asyncio.get_running_loop().run_in_executor(self._store.thread, _logging, function, *args)
 
 

@@ -214,7 +214,7 @@ class ServerSettings:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
             self._check_clients_certificates(context)
-        except OSError as error:  # includes ssl.SSLError
+        except OSError as error:  # ssl.SSLError is an OSError too
             raise ConfigError(
                 f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
                 f"in PEM that belong together ({error.strerror or error})"

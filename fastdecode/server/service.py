@@ -261,7 +261,7 @@ class Service:
 def _read_vocabulary(grammars: Grammars) -> None:
     try:
         grammars.read_vocabulary()
-    except (RequestError, ConfigError) as error:  # requests that need the vocabulary report the error
+    except (RequestError, ConfigError) as error:  # only requests that need the vocabulary report this
         logger.debug("no structured outputs: %s", error)
 
 

@@ -102,7 +102,7 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
     if spec.kind == "tcp":
         if len(spec.addresses) % size:
             raise ConfigError(
-                f"r_workers: {len(spec.addresses)} R-workers cannot be dealt to {size} ranks: give each as many"
+                f"r_workers: {len(spec.addresses)} R-workers cannot be dealt to {size} ranks: give a multiple of {size}"
             )
         each = len(spec.addresses) // size
         changes["r_workers"] = ",".join(spec.addresses[index * each : (index + 1) * each])

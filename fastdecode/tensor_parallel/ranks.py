@@ -128,7 +128,7 @@ class Ranks:
                         f"rank {index} of tensor parallelism ended while it started, with status {process.returncode}"
                     )
             if time.monotonic() > deadline:
-                raise RankLostError(f"not all ranks of tensor parallelism came within {MEETING_SECONDS:.0f} s")
+                raise RankLostError(f"not all tensor-parallel ranks connected within {MEETING_SECONDS:.0f} s")
             time.sleep(0.01)
 
 
@@ -226,7 +226,7 @@ class Follower:
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # rank 0 sees an error of COMPARED kinds too, and decides
+                    if message.kind not in COMPARED:  # of these kinds, rank 0 sees the error too, and decides
                         raise
 
     def _step(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The search for a plan's mini-batch: at the knee of throughput, within limits of time."""
+"""The search for a plan's mini-batch size: where throughput stops rising much (the knee), within limits of time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.perfmodel.service import ServiceLimits
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Finds mini-batch sizes for one planner, with balanced R-workers or with an existing pool of R-workers."""
+    """Finds mini-batch sizes for a planner, with an existing pool of R-workers or with as many as keep up."""
 
     planner: Planner
 
@@ -67,7 +67,7 @@ class BatchSearch:
         )
 
     def step_seconds(self, mini_batch_size: int) -> float:
-        """Return the seconds of the mean step with an unrounded number of balanced R-workers."""
+        """Return the seconds of the mean step with as many R-workers, unrounded, as keep up with the S-worker."""
         planner = self.planner
         in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))

@@ -50,7 +50,7 @@ class CacheRoom:
         The result is at least one whole sequence, since under a lower limit no sequence could run.
         """
         output_len = self.workload.output_len
-        before = self.workload.mean_context - output_len / 2.0  # outputs of unequal length raise the mean too
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, plus what unequal output lengths add
         interval = self.interval(in_flight)
         peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
         return round_up(max(peak, self.workload.seq_len))
@@ -67,5 +67,5 @@ class CacheRoom:
 
 
 def round_up(number: float) -> int:
-    """Return ``number`` rounded up, ignoring the last bits of a division."""
+    """Return ``number`` rounded up, but not because of a rounding error just above an integer."""
     return math.ceil(number - 1e-9 * abs(number))

@@ -122,8 +122,8 @@ class GpuStepTime:
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
     """Return the seconds of one (query, key) pair of a prompt on ``gpu``, over all attending layers.
 
-    A pair takes the products of a score and of a value; if linear layers multiply int8, at half that rate. Pairs that
-    windows or indexes exclude are not subtracted.
+    A pair takes the multiply-adds of a score and of a value. If linear layers multiply int8, attention has half the
+    rate of ``gpu``. Pairs that windows or indexes exclude are not subtracted.
     """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers

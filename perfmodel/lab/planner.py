@@ -141,14 +141,14 @@ class Planner:
 
     def enough_r_workers(self, mini_batch_size: int) -> float:
         """Return how many R-workers are needed so that the slowest keeps up, unrounded: equation 11 times the barrier.
-        The barrier depends on the result, since with more R-workers each has fewer sequences. So two iterations are
-        made.
+        The barrier (the largest load divided by the mean) depends on the result, since more R-workers have fewer
+        sequences each. So two iterations are made.
         """
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
-        most_for_slowest = 1.5  # largest factor for the wait for the slowest
+        most_for_slowest = 1.5  # at most this many times the R-workers of equation 11
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), most_for_slowest)

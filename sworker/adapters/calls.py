@@ -81,6 +81,6 @@ def index_argument(kwargs: dict[str, Any]) -> str | None:
 
 def calls_of(module: Any) -> Calls:
     """Return the ``Calls`` of ``module``, by its kind of layer."""
-    # asked of the class, since a missing attribute of a module is slow to find
+    # of the class, since a missing attribute of a torch module is slow to find
     make = getattr(type(module), "make_calls", None)
     return make(module) if make else DENSE

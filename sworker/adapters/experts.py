@@ -57,7 +57,7 @@ def row_counts(dtype: torch.dtype, sizes: tuple[int, int], num_threads: int) -> 
     ``sizes``: shape of the weight. Threads share the rows; in float32, a thread with fewer than 4 rounds differently.
     """
     generator = torch.Generator()
-    most = 40  # most rows that are tried; with more rows, each thread has enough
+    most = 40  # most rows to try; with more, each thread has enough rows
     rows = torch.randn(4 * most, sizes[0], generator=generator).to(dtype)
     weight = torch.randn(sizes, generator=generator).to(dtype)
     found = rows @ weight

@@ -190,7 +190,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
-    device = next(indexer.parameters()).device  # the CPU, or the GPU that holds the model
+    device = next(indexer.parameters()).device  # the indexer's device: the CPU, or the GPU with the model
     places = torch.arange(PROOF_ROWS, device=device)
     seen = places <= places[:, None]
     try:

@@ -115,7 +115,7 @@ def cached_windows(hf_config: Any) -> list[int]:
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []  # the model's own code may have no such configuration
+        return []  # a model with its own code may have other keys
     return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 

@@ -213,7 +213,7 @@ def register() -> None:
 
 
 def adapt(model: torch.nn.Module) -> None:
-    """Replace the attention modules of a loaded model by our adapters, for models without such a table."""
+    """Replace the attention modules of a loaded model by our adapters, if the model chooses none by name."""
     in_place_of: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
         bloom.BloomAttention: BloomAttention,
         mpt.MptAttention: MptAttention,

@@ -36,7 +36,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence(Calls):
-    """The attention calls of a recurrent layer: its recurrence, and the convolution that ran before in a forward."""
+    """The attention calls of a recurrent layer, for its recurrence and the convolution before it."""
 
     caches_rows = False
 
@@ -123,7 +123,7 @@ def convolved(
 
 
 def as_heads(channels: int) -> tuple[int, int]:
-    """Return the (heads, channels per head) as which R-workers compute ``channels`` independent channels."""
+    """Return (heads, channels per head), into which R-workers divide ``channels`` independent channels."""
     # Possible channels per head. R-workers share a sequence among threads by heads, so one head would use one thread.
     window_dims = (64, 32, 16)
     dim = next((dim for dim in window_dims if channels % dim == 0), 1)

@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # no network, or no such file
+    except OSError:  # the hub cannot be reached, or the model has no such file
         return {}
     if found is None:
         return {}

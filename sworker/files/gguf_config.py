@@ -32,6 +32,7 @@ def complete(hf_config: Any, file: Path) -> None:
         hf_config.eos_token_id = usual_end.get(metadata.get("tokenizer.ggml.model", ""))
     if "tokenizer.ggml.padding_token_id" not in metadata:
         hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
+    # Numbers of layers of the Gemmas that scale scores by the hidden size per head, as in llama.cpp
     large_gemmas = {"gemma2": 46, "gemma3": 62}
     if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of the listed architectures
         _set_attributes(hf_config, arch, keys, file)

@@ -43,7 +43,7 @@ def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], fi
     if "full_attention" in parameters:  # layers with a window have an embedding of their own, never scaled
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
-    # Base of the frequencies if a file names none
+    # Base of the rotary frequencies if a file names none
     usual_base = 10000.0
     if whole:
         parameters["rope_theta"] = keys.get("rope.freq_base", usual_base)

@@ -71,7 +71,7 @@ def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
     # Names of ways to split text that first separate every digit, and then split like GPT-2
     digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-    # Names of ways to split text that are GPT-2's, which transformers also takes for unknown names
+    # Names of ways to split text that equal GPT-2's, which transformers also uses for unknown names
     alike = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
     if pre in WHOLE_WORDS:
         backend.model.ignore_merges = True

@@ -27,7 +27,7 @@ def override(text_config: Any, name: str, value: Any) -> None:
     """
     before = getattr(text_config, "rope_parameters", None)
     if not isinstance(before, dict):
-        raise ModelLoadError(f"hf_overrides: {text_config.model_type} has no rotary embedding to set {name} of")
+        raise ModelLoadError(f"hf_overrides: {text_config.model_type} has no rotary embedding, so {name} cannot be set")
     nested = any(isinstance(each, dict) for each in before.values())
     if name == "rope_theta" and not nested:
         before["rope_theta"] = float(value)

@@ -30,13 +30,13 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # float32 states, as the probe finds them. Counted in attention calls: hybrid layers make none, one or two
+    ).layers  # as the probe would find them, with float32 states; each is an attention call, not a decoder layer
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # ``name`` lists other modules than decoder layers, or the code needs all layers
+            continue  # list ``name`` holds other modules than decoder layers, or the code needs all
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(

@@ -178,7 +178,7 @@ def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.
     try:
         pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # the model's function of this name has another signature
+    except Exception as error:  # the model's rotation function takes other arguments
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 

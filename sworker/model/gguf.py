@@ -28,7 +28,7 @@ def weights_source(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_all_taken(model: Any, name: str) -> None:
-    """Raise ModelLoadError if the GGUF file ``name`` has a tensor that the model takes no parameter from.
+    """Raise ModelLoadError if the GGUF file ``name`` has a tensor for which the model has no parameter.
 
     transformers silently drops such tensors.
     """
@@ -43,9 +43,8 @@ def check_all_taken(model: Any, name: str) -> None:
         *gguf_rope.TENSORS,
         *taken_aside.get(header.architecture, ()),
     }
-    # transformers' names of experts' parameters lack this ending Old files have tensors with these endings, which
-    taken |= {f"{each}.weight" for each in taken}
-    # Endings of the names of tensors in old files that follow from the configuration
+    taken |= {f"{each}.weight" for each in taken}  # transformers' names of experts' parameters lack this ending
+    # Endings of names of tensors that old files contain although the configuration determines them
     computed = ("attn_rot_embd.weight", "rope_freqs.weight")
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]
     if left:

@@ -30,7 +30,9 @@ class GpuRows:
     """Replaces modules' ``forward`` by GPU kernels, and can restore them."""
 
     def __init__(self, model: torch.nn.Module, anywhere: bool = False) -> None:
-        """Replace every known module whose kernel equals it in a trial. ``anywhere``: also on a CPU, interpreted."""
+        """Replace every module for which a trial shows that our kernel computes the same.
+        ``anywhere``: also on a CPU, by triton's interpreter.
+        """
         self.counts = {"norms": 0, "rotary embeddings": 0, "gated activations": 0}
         self._replaced: list[torch.nn.Module] = []
         self._proven: dict[tuple[object, ...], Any] = {}

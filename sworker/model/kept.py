@@ -72,7 +72,7 @@ class KeptConfig(QuantizationConfigMixin):
 
 @register_quantizer(NAME)
 class KeptQuantizer(HfQuantizer):
-    """A quantizer for transformers that puts in ``KeptLinear`` layers before weights are loaded."""
+    """A quantizer for transformers that replaces linear layers by ``KeptLinear`` before weights are loaded."""
 
     requires_calibration = False
 

@@ -71,7 +71,7 @@ class Finder:
         return place >= 0
 
     def _place(self, pattern: str | None) -> int:
-        """Return the index of the projection that ``pattern`` fills; -1 if transformers changes tensors on the way."""
+        """Return the projection that ``pattern`` fills, from 0; -1 if transformers does more than stack and join."""
         if pattern is None:
             return 0
         rule = self._by_pattern[pattern]
@@ -80,7 +80,7 @@ class Finder:
         return list(rule.source_patterns).index(pattern) if stacks and len(rule.target_patterns) == 1 else -1
 
     def incomplete(self) -> str:
-        """Return a parameter of experts of which some are packed and some are not, by name; "" if there is none."""
+        """Return the name of a parameter whose experts are not all packed; "" if there is none."""
         for owner, parameters in self.found.experts.items():
             module: Any = self._modules[owner]
             for own, parts in parameters.items():

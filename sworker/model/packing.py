@@ -117,7 +117,7 @@ def _packs_experts(method: str, hf_config: Any) -> str:
 def fetch_kernels(method: str, device: torch.device) -> None:
     """Fetch the kernels that transformers needs for ``method``, so that a failure shows before loading."""
     if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
-        raise FileNotFoundError("finegrained-fp8")
+        raise FileNotFoundError("kernels finegrained-fp8 cannot be loaded")
     if method == "mxfp4":
         get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
 
@@ -167,7 +167,7 @@ def arguments(
         return packing, torchao_arguments(config.quantization or "", skeleton(), device) if quantized else {}, None
     packed = checkpoints.packed(config.model, config.revision, hf_config, dtype)
     if packed is None:
-        raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
+        raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} cannot be unpacked")
     model = skeleton()
     if packing.how == "ours":
         kept = optional("kept weights")
@@ -248,8 +248,7 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 def is_quantized(name: str, module: Any) -> bool:
     """Return whether ``--quantization`` on a GPU quantizes layer ``module``, called ``name`` in the model."""
-    # Parts of the names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers
-    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers whose
-    # weights R-workers multiply with
+    # Parts of names of layers that ``--quantization`` leaves as they are: LM heads, routers, and layers whose weights
+    # R-workers multiply with
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)

@@ -103,7 +103,7 @@ class Recorder:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
         **__: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Answer an attention call outside a probe's record: return a tensor in place of o, of the right shape."""
+        """Return a tensor in place of o, of the shape that the module expects, without recording the call."""
         return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:

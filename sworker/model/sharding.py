@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank has its part of every layer's heads and columns, by transformers' plan (``tp_plan``).
 
 This module cuts plain tensors, since `prepack.py` may pack layers later and replace their ``forward``. Hooks around
-``forward`` exchange data with the other ranks. Every rank has the whole embedding: look-ups take no time, but adding up
-parts of the ranks would.
+``forward`` exchange data with the other ranks. Every rank has the whole embedding: to look rows up takes no time, but
+to add up partial rows of all ranks would.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
     # Plan styles of modules whose outputs must be summed over ranks
     sums = ("moe_tp_experts", "all_reduce")
-    # The plan style of an expert that every rank computes whole; the sum over ranks counts it ``size`` times
+    # Plan style of an expert that every rank computes whole; each divides it by ``size``, so that the sum is right
     identity = "moe_identity_expert"
     # Plan styles that concern only gradients, or weights that every rank keeps whole
     nothing = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")

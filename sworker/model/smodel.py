@@ -92,7 +92,7 @@ class SModel:
 
         The R-workers' arithmetic also changes keys and values, but is not part of this name.
         """
-        # Keys that do not affect keys and values, or that ``identity`` already covers
+        # Entries of the configuration that do not affect keys and values, or that ``identity`` already covers
         unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
         known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"

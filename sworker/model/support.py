@@ -57,9 +57,9 @@ def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
 
 
 def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
-    """Refuse a model that does not call attention once per layer, or whose ``generate`` drops tokens its masks show."""
+    """Refuse a model that does not call attention once per layer, or may drop tokens that its masks still show."""
     num_calls = recorder.num_calls
-    if recorder.has_states:  # such a layer may call attention twice, or never
+    if recorder.has_states:  # a hybrid's layer may call attention twice, or never
         return
     if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
         most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""

@@ -150,7 +150,7 @@ class HFTokenizer:
     def _written(
         self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
     ) -> str:
-        """Return the text that ``render`` makes. Raise RequestError if it drops a message, or is too long."""
+        """Return the text that ``render`` makes. Raise RequestError if the text lacks a message, or is too long."""
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:

@@ -106,6 +106,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # raises again if the model itself is unsupported
+        # raises the error again if the model itself is unsupported
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)
         logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -27,7 +27,7 @@ class Latents(LatentRows):
         self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
         self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
-        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention uses them, and does not run
+        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention reads them, and it never runs
 
     def _heads(self) -> torch.Tensor:
         return self._weights

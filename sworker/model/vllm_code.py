@@ -170,7 +170,7 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
 
 
 def _begin_distributed(has_experts: bool) -> None:
-    """Set up vLLM's process groups, each of this process alone, once.
+    """Set up vLLM's process groups once; each has only this process.
 
     Groups for a dense model include none for experts, so the first model with experts sets them up again.
     """

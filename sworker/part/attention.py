@@ -197,7 +197,7 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.ranks_tokens:  # an index picks when the layers attend that use it
+        if shape.ranks_tokens:  # an index picks later, when the layers attend that use it
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
@@ -226,11 +226,11 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if isinstance(shape, Index):  # an index picks when the layers attend that use it
+        if isinstance(shape, Index):  # an index picks later, when the layers attend that use it
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         if not isinstance(shape, Attending):
-            raise TypeError(f"layer {layer} is {shape.kind}, and no prompt attends to it here")
+            raise TypeError(f"layer {layer} is {shape.kind}, which prompt attention does not compute")
         if shape.reads >= 0:
             return reference_attention(q, keys[:end], values[:end], shape, self._picked)
         return part_attention(q, keys, values, shape, start)

@@ -29,7 +29,7 @@ def integer_isa() -> str:
     """Return the fastest instruction set of this CPU whose products are exact. Raise ModelLoadError if none is."""
     use_openmp()
     limit = os.environ.get("FASTDECODE_ISA", "")
-    # By value of FASTDECODE_ISA, which R-workers read too: the kernels that it allows; other values allow all
+    # Kernels that each value of FASTDECODE_ISA allows, which limits R-workers too; other values allow all
     limited_to = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
     allowed = limited_to.get(limit, tuple(_sworker.integer_isas()))
     for isa in reversed(_sworker.integer_isas()):
@@ -84,7 +84,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
     for activation in ACTIVATIONS:
-        # rows have one element, so ``find_peaks`` returns the magnitude of the activation itself
+        # with one element per row, ``find_peaks`` returns the magnitude of the activation
         one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)
         if equal_within_rounding(found.to(dtype), wanted):
             return activation

@@ -84,7 +84,7 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
         return False
-    # Parts of names of layers that stay unquantized: routers and indexers, which choose, and weights for R-workers
+    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them
     kept_names = ("router", "indexer", "kv_b_proj")
     return not any(part in name for part in kept_names)
 
@@ -187,7 +187,7 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """Multiply, with inputs split among ranks. All ranks use one scale per row and add integer sums once.
+        """Multiply if inputs are split among ranks. All ranks use one scale per row and add integer sums once.
 
         So the bits are those of a single rank.
         """

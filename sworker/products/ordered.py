@@ -54,7 +54,7 @@ def order_products(model: torch.nn.Module, hf_config: Any) -> int:
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
             continue
-        # For more than 1 << 22 elements, torch's product is much faster, and is kept
+        # Weights of more than 1 << 22 elements keep torch's product, which is much faster for them
         is_router = "Router" in type(module).__name__ or len(weight) in counts
         is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
         if (is_router or is_small) and weight.numel() <= 1 << 22 and weight.device.type == "cpu":

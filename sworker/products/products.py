@@ -1,4 +1,4 @@
-"""Integer products of a whole model: quantized while it is loaded; packed when it is cut and placed."""
+"""Integer products of a whole model: quantized while it is loaded; packed once it is cut and on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.sworker.products.ordered import order_products
 def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Give the linear layers and experts of ``model`` integer codes.
 
-    ``published``: the checkpoint's own codes. ``dtype``: of the weights to which packed ones are unpacked before.
+    ``published``: the checkpoint's own codes. ``dtype``: that to which packed weights are first unpacked.
     """
     restore_linears(model, dtype)
     quantize_linears(model, hf_config, published)

@@ -230,7 +230,7 @@ class _Capture:
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``count`` static rows for tensor ``name`` of this shape, which all layers share."""
         key = (name, *shape, dtype)
-        if key not in self._static:  # made in the first warm-up, so never in a graph's memory pool
+        if key not in self._static:  # made in the first warm-up forward, so never in a graph's memory pool
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
@@ -248,6 +248,6 @@ class _Capture:
         captured.logits.zero_()
         captured.replay(lambda layer, rows: values_as_o(rows))
         if not equal_within_rounding(captured.logits, wanted):
-            raise RuntimeError("CUDA graphs of this model do not give what its own code gives")
+            raise RuntimeError("CUDA graphs of this model give other logits than its own code")
         captured.input_ids.zero_()
         captured.position_ids.zero_()

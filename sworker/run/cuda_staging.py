@@ -111,7 +111,7 @@ class CudaStaging:
 
 
 class Phase(Enum):
-    """Where the rows of a mini-batch are, between the device and the R-workers."""
+    """The stages of a mini-batch's rows on their way between the device and the R-workers."""
 
     IDLE = "the model computes"
     SENDING = "on their way down to the host"

@@ -10,7 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class GpuState:
-    """The GPU that torch finds. ``name``: "" without one. ``no_gpu``, ``pinned_error``: reasons; "" if it works."""
+    """The GPU that torch finds. ``name``: "" without one. ``no_gpu``: the reason why there is none.
+
+    ``pinned_error``: the reason why pinned memory does not work; "" if it works.
+    """
 
     torch_version: str
     cuda_version: str

@@ -50,11 +50,11 @@ class PromptScratch:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if isinstance(spec, Index):  # the next layers use the picks
+        if isinstance(spec, Index):  # an index: the next layers use what it picks
             self._picked[sequence_id] = picked(q, k, spec)
             return q.new_zeros((len(q), *spec.row_shapes[3]))
         if not isinstance(spec, Attending):
-            raise TypeError(f"layer {layer} is {spec.kind}, and no prompt attends to it here")
+            raise TypeError(f"layer {layer} is {spec.kind}, which prompt attention does not compute")
         if spec.reads >= 0:
             return reference_attention(q, k, v, spec, self._picked[sequence_id])
         return prompt_attention(q, k, v, spec)

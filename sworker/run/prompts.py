@@ -182,7 +182,7 @@ class PromptAttention(Protocol):
         """
 
     def end_step(self) -> None:
-        """Keep the chunks of the step."""
+        """Keep the keys and values of the step's chunks."""
 
     def abandon_step(self) -> None:
         """Drop the chunks of the step; no effect without an open step."""

@@ -95,7 +95,7 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until the copy ends
+    # torch keeps the pinned tensor's memory until its copy has ended
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
@@ -144,9 +144,9 @@ class Staging(Protocol):
         """Start sending q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides."""
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """Return the first of ``mini_batches`` whose o can be collected, else one whose o is awaited.
+        """Return the first of ``mini_batches`` whose o can be collected, else one for whose o ``collect`` waits.
 
-        R-workers compute for all of ``mini_batches``. With an awaited o, ``collect`` waits.
+        R-workers compute for all of ``mini_batches``.
         """
 
     def collect(self, mini_batch: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Staging(Protocol):
         """Mark, on the device's clock if it has one, that model code begins or ends here."""
 
     def device_seconds(self) -> float | None:
-        """Return the sum of times between marked begins and ends in this step; None if the thread's clock has them."""
+        """Return the sum of times between marked begins and ends in this step; None if the device has no own clock."""
 
 
 class HostStaging:

@@ -59,7 +59,7 @@ def _divided(floats: torch.Tensor, divisor: int) -> torch.Tensor:
 
 def _checked(scale: torch.Tensor) -> torch.Tensor:
     """Return ``scale`` with subnormal scales as 0 and infinite ones as NaN, as R-workers store them."""
-    least = torch.finfo(torch.float32).tiny  # the same limit as in rworker_cpp/src/kernels/quantize.hpp
+    least = torch.finfo(torch.float32).tiny  # R-workers have the same limit: rworker_cpp/src/kernels/quantize.hpp
     return torch.where(scale < least, 0.0, torch.where(scale.isinf(), torch.nan, scale))
 
 

@@ -161,7 +161,7 @@ class AnswerCutter:
         told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
         self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
         if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
-            begun, opened = "", None  # the prompt ends outside regions
+            begun, opened = "", None  # the prompt ends outside any region
         self._parser = opened or ResponseParser(template.regions, prefix="")
         self._text, self._start = begun, len(begun)
         self._at, self._body, self._region = 0, 0, 0

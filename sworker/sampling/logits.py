@@ -124,7 +124,7 @@ def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Penalize tokens in prompt or output: divide positive logits by the penalty, multiply negative ones (CTRL)."""
     penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
     seen = {i: np.concatenate([_ids(rows[i].prompt_token_ids), _ids(rows[i].output_token_ids)]) for i in penalties}
-    cells = _cells(seen, scores)  # a token may occur twice; both writes have the same value
+    cells = _cells(seen, scores)  # a repeated token is written twice, with the same value
     penalty = _on(scores, _per_cell(penalties, cells, scores))
     at = _on(scores, cells)
     values = scores.view(-1)[at]

@@ -57,6 +57,7 @@ class Sampler:
         if not rows:
             return []
         best = logits.max(dim=-1)  # one pass gives the likeliest token, and shows whether the row failed
+        # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
         for part in _chunks(
@@ -98,7 +99,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # common case: no argmax, and no copy of scores
+    if len(random) == len(rows):  # if all rows draw, argmax and a copy of scores are not needed
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:

@@ -264,7 +264,8 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     """
     placing = config.placing
     if not config.pool_listen:
-        placing.check_r_workers(max(len(workers), config.num_r_workers))  # lost ones count too
+        # The configured number counts too, since some of these R-workers may be lost at present.
+        placing.check_r_workers(max(len(workers), config.num_r_workers))
     num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
     one_piece = layout.cannot("ranges") is not None or not placing.may_cut
     block_size = workers[0].block_size

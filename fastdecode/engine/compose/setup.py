@@ -1,4 +1,4 @@
-"""Parts of an engine made from settings and loaded parts, and a check that settings and layers fit together."""
+"""Makes the scheduler and other parts of an engine from its settings, and checks that settings and layers fit."""
 
 from __future__ import annotations
 

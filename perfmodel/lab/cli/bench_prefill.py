@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench_config(config: EngineConfig, longest: int) -> EngineConfig:
-    """Return ``config`` without prefix caching. Raise ConfigError if a prompt has no room."""
+    """Return ``config`` without prefix caching. Raise ConfigError if ``longest`` tokens do not fit max_model_len."""
     if config.max_model_len is not None and config.max_model_len <= longest:
         raise ConfigError(
             f"prefill_lens: {longest} tokens and one more do not fit max_model_len {config.max_model_len}"
@@ -159,5 +159,5 @@ def _methods(text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     unknown = [part for part in parts if part not in METHODS]
     if unknown:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, not {unknown[0]!r}")
+        raise ConfigError(f"methods must be among {', '.join(METHODS)}, not {unknown[0]!r}")
     return list(dict.fromkeys(parts))

@@ -167,7 +167,7 @@ def load_tokenizer(place: str) -> Tokenizer:
     path = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(place)
-    except Exception as error:  # tokenizers raises no narrower type
+    except Exception as error:  # the library tokenizers raises a plain Exception
         raise ConfigError(
             f"tokenizer: cannot read {path} ({error}); give --tokenizer the folder that has the model's tokenizer.json"
         ) from None

@@ -98,8 +98,8 @@ def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
     """Raise ConfigError for ``--quantization`` with a GPU, whose packed weights are set by ``--weights``."""
     if args.quantization and is_gpu:
         raise ConfigError(
-            "quantization: int8 is multiplied on CPUs: give --gpu here --cpu here on a machine without a GPU, or "
-            "--profile; what a GPU keeps packed is --weights int8"
+            "quantization: int8 is multiplied on CPUs only: give --gpu here --cpu here on a machine without a GPU, "
+            "or --profile; for packed weights on a GPU give --weights int8"
         )
 
 

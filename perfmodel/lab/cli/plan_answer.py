@@ -20,8 +20,7 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 @dataclass(frozen=True)
 class PlanAnswer:
     """A plan compared with the GPU alone. ``found``: figures of the plan's features, by variant name.
-
-    ``unlimited``: the plan without limits on users' times; None if the limits cost no throughput.
+    ``unlimited``: the plan without limits on times per token and to first token; None if the limits cost no throughput.
     """
 
     case: PlanCase
@@ -86,7 +85,7 @@ def answer_of(args: argparse.Namespace) -> PlanAnswer:
 
 
 def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
-    """Return the plan without limits on users' times, if it has over 1 % more tokens per second."""
+    """Return the plan without limits on users' waiting times, if it has over 1 % more tokens per second."""
     if args.mini_batch_size is not None or args.latency_limit is not None:
         return None
     try:

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
-    # Approximate runs of a search for the capacity
+    # About how many simulations a search for the capacity runs
     runs_of_a_search = 12
     runs = runs_of_a_search if slo else 2 if inputs.events else 1
     check_simulated_time(

@@ -139,7 +139,7 @@ class AttentionShape:
 
     @property
     def shared_tokens(self) -> int:
-        """Prefix tokens in shared blocks; a partial block is copied."""
+        """Prefix tokens in blocks that all sequences share. A prefix's last, partial block is copied instead."""
         return self.shared_prefix_len // BLOCK_SIZE * BLOCK_SIZE
 
     @property

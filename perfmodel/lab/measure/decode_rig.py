@@ -60,7 +60,7 @@ class DecodeRig:
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
         warm_up_steps = 2
-        before = num_steps + warm_up_steps + 1  # filling the caches decodes one token too
+        before = num_steps + warm_up_steps + 1  # + 1: filling the caches also decodes one token
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with random_prompts(engine.world):

@@ -132,7 +132,7 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # include steps with prompts
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # the longest steps have prompts
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)

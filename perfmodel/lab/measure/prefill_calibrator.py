@@ -1,4 +1,4 @@
-"""Calibration of prefill workers: their speeds, their mutual slowdown, and the best parts of prompts."""
+"""Calibration of prefill workers: their speeds, their mutual slowdown, and the best way to cut prompts into parts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measure_rates(
 def search_parts(
     profile: HardwareProfile, runner: PrefillRunner, num_tokens: int, num_workers: int, rounds: int
 ) -> PartitionEntry:
-    """Return the parts that KVR-S finds on the first ``num_workers``, from the model's balanced parts.
+    """Return the parts that KVR-S finds on the first ``num_workers``, starting from parts that the model balances.
 
     The time of a partition is the median of ``rounds`` runs.
     """

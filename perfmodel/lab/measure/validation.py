@@ -149,7 +149,7 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
         raise ConfigError("validate needs at least two cores: S-worker and R-workers have separate ones")
     half, heads = len(cores) // 2, kv_head_counts(shape)
     apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
-    # Grid of sequences in several ranges, with the tokens of a range
+    # Runs to validate: sequences, tokens of each, and tokens of a range
     range_sizes = (
         (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
         (64, 1024, 512),

@@ -65,7 +65,7 @@ class SplitMachine:
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """Return the cost by the model, as if every R-worker had mean speed and the busiest one's load."""
-        model = replace(self.model, context_spread=None)  # ``kv_loads`` has the busiest load: no estimate
+        model = replace(self.model, context_spread=None)  # the loads are known: no estimate is needed
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds

@@ -125,7 +125,7 @@ def _recomputed_tokens(case: PlanCase) -> float:
 
 
 def _link_growth(planner: Planner) -> float | None:
-    """Return the growth of the bytes to and from R-workers by second copies; None if these bytes are unknown."""
+    """Return the bytes that second copies add to the link, as a fraction of the other bytes; None if unknown."""
     row_bytes = planner.transport.row_bytes
     return planner.storage.copied_bytes / row_bytes if row_bytes else None
 

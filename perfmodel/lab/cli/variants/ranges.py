@@ -1,4 +1,4 @@
-"""Ranges in a plan: whether sequences are cut over several R-workers, and the tokens of a range, as in the engine."""
+"""Ranges in a plan: whether sequences are cut over several R-workers, and into which ranges, as in the engine."""
 
 from __future__ import annotations
 

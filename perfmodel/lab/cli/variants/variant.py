@@ -47,7 +47,7 @@ class PlanCase:
     def of(args: argparse.Namespace) -> PlanCase:
         """Read the flags and plan. Raise ConfigError or ProfileError for bad flags, PlanError if there is no plan.
 
-        Among several plans, one within the limits wins, and then the one with most worth.
+        Among several plans, those within the limits win, and among these the one with the highest ``worth``.
         """
         args = with_enough_gpus(args)
         cases: list[PlanCase] = []
@@ -254,14 +254,14 @@ def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Return whether latent absorption has times on R-workers too, for the named or measured machine."""
+    """Return whether the named or measured machine has times of latent absorption on R-workers too."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
 def _mini_batch_size(args: argparse.Namespace, search: BatchSearch, limits: ServiceLimits) -> int:
-    """Return the requested batch; else the largest within the limits, up to the knee of E(B).
+    """Return the requested mini-batch; else the largest within the limits, up to the knee (see ``BatchSearch.knee``).
 
     If none is within the limits, return the smallest.
     """
