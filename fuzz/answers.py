@@ -18,7 +18,6 @@ from fastdecode.core.auditing import AuditMode, AuditQuestion
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
-
 MODES = (AuditMode.CHECK, AuditMode.ATTEND, AuditMode.ROWS, AuditMode.BLOCKS)
 
 
