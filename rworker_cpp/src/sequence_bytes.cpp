@@ -119,13 +119,19 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
     if (has_state_at(sequence_id, start + num_tokens)) copy_state(sequence, out + sequence_bytes(num_tokens));
 }
 
-void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const {
+void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const {
     const Sequence& sequence = whole_sequence(sequence_id);
     const TokenCodec codec(dtype_, layers_[layer]);
     const std::int64_t keys = layers_[layer].num_kv_heads * codec.key_bytes();
-    for_each_token(sequence, layer, 0, sequence.pending_length,
+    const std::int64_t num_full = as_blocks ? sequence.pending_length / block_size_ : 0, start = num_full * block_size_;
+    for (std::int64_t i = 0; i < num_full; ++i) {
+        const std::span<const std::uint8_t> block = layer_bytes(layer, sequence.blocks[i]);
+        std::memcpy(out, block.data(), block.size());
+        out += block.size();
+    }
+    for_each_token(sequence, layer, start, sequence.pending_length,
                    [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
-                       std::uint8_t* const token = out + position * codec.token_bytes();
+                       std::uint8_t* const token = out + (position - start) * codec.token_bytes();
                        codec.read_key(place, token + head * codec.key_bytes());
                        codec.read_value(place, token + keys + head * codec.value_bytes());
                    });

@@ -124,8 +124,9 @@ class KVCache {
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
     /// Bytes of one token in one layer.
     std::int64_t token_bytes(std::int64_t layer) const;
-    /// Exports all tokens of one layer of a sequence, those of the open step included, as `export_sequence` does.
-    void export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const;
+    /// Exports all tokens of one layer of a sequence, those of the open step included, as `export_sequence` does. With
+    /// `as_blocks`, full blocks come first, as `export_blocks` does, and then the tokens of the last block.
+    void export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const;
     /// Keeps, from now on, a checksum of every full block in every layer. Call it before the first step.
     void keep_checksums();
     /// Returns the first of the full blocks of a sequence's first `num_tokens` tokens that differs from its checksum in
