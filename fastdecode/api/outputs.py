@@ -51,10 +51,6 @@ class Grown(Sequence[Item]):
             return tuple(self._items[: self._count][index])
         return self._items[range(self._count)[index]]
 
-    def __iter__(self) -> Iterator[Item]:
-        """Iterate over the items of the view, several times faster than by index."""
-        return islice(self._items, self._count)
-
 
 class _Snapshot:
     """Base of outputs: compares and prints like a dataclass whose fields are the names in ``SEEN``."""
