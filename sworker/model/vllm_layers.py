@@ -69,6 +69,7 @@ def norm_in_one_pass(module: torch.nn.Module) -> None:
     """Make each RMSNorm of vLLM on the CPU compute in one pass, if that proves equal to vLLM's own dozen passes."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
+    each: Any
     for each in module.modules():
         if type(each) is not RMSNorm or each._forward_method != each.forward_cpu:
             continue

@@ -43,7 +43,7 @@ def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
             block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
             codes = [quantized(each.T if module.is_transposed else each, block) for each in weight.data]
             done[part] = codes
-            setattr(module, part, PackedWeight.of(weight, unpacker(codes, weight.dtype, module.is_transposed)))
+            setattr(module, part, PackedWeight.of(weight, unpacker(codes, weight.dtype, bool(module.is_transposed))))
             maps.let_go(weight)
             del weight
         count += 1
