@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import latent_zoo, model_zoo, packed_weights, r_workers
+from helpers.rank_jobs import run_ranks
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -23,6 +24,8 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_m
 SETTINGS |= {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "64MiB", "block_size": 16, "model_impl": "vllm"}
 
 MODELS = ("llama-gqa", "qwen3", "qwen3_moe", "gemma2", "mistral", "gpt_oss", "deepseek_v3")
+SHARED = ("llama-gqa", "qwen3", "qwen3_moe")
+"""Models whose tokens are compared with two tensor-parallel ranks."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_mini_batches": 2},
     "ranges": {"kv_shard_tokens": 512, "r_workers": "inproc:2"},
@@ -98,6 +101,25 @@ def test_a_killed_r_worker_costs_no_token(name: str, zoo: Zoo) -> None:
                 os.kill(victim, signal.SIGKILL)
                 victim = 0
         assert not victim and [tokens[number] for number in range(len(wanted))] == wanted
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Each of two processes loads its part. Rank 0 loses an R-worker in the last job."""
+    folder, wanted = zoo[name]
+    ways = [WAYS["plain"] | {"r_workers": "inproc:1"}, WAYS["ranges"], {"r_workers": "spawn:2"}]
+    settings = {each: value for each, value in SETTINGS.items() if each != "skip_tokenizer_init"}
+    job = {"folder": str(folder), "prompts": prompts(), "params": {"max_tokens": 64}}
+    jobs = [job | {"settings": settings | way} for way in ways]
+    jobs[-1]["kill_at"] = 30
+    jobs.append(job | {"settings": settings | {"journal": str(tmp_path / "journal")}})
+    jobs.append(job | {"settings": settings | {"hf_overrides": {"num_attention_heads": 5, "num_key_value_heads": 5}}})
+    *results, journal, uneven = run_ranks(2, jobs, tmp_path)
+    for result in results:
+        assert [tokens for (tokens,) in result["tokens"]] == wanted and result["held"] == 0
+    assert "journal: ranks do not know the whole layout with --model-impl vllm" in journal["error"]
+    assert "5" in uneven["error"] and "tensor" in uneven["error"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +199,6 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
     ("settings", "message"),
     [
         ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: one rank computes the whole model with --model-impl vllm"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
         ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and vLLM's code of llama"),
     ],
