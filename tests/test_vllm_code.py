@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import latent_zoo, model_zoo, packed_weights, r_workers
+from helpers.fake_recorders import fake_recorders
 from helpers.rank_jobs import run_ranks
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.sworker.model import vllm_code
 from fastdecode.sworker.model.vllm_layers import OnePassNorm
 
 vllm = pytest.importorskip("vllm", reason="`make test-vllm` makes an environment with vLLM")
@@ -108,9 +111,9 @@ def test_a_killed_r_worker_costs_no_token(name: str, zoo: Zoo) -> None:
 def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
     """Each of two processes loads its part. Rank 0 loses an R-worker in the last job."""
     folder, wanted = zoo[name]
-    ways = [WAYS["plain"] | {"r_workers": "inproc:1"}, WAYS["ranges"], {"r_workers": "spawn:2"}]
+    ways: list[dict[str, Any]] = [WAYS["plain"] | {"r_workers": "inproc:1"}, WAYS["ranges"], {"r_workers": "spawn:2"}]
     settings = {each: value for each, value in SETTINGS.items() if each != "skip_tokenizer_init"}
-    job = {"folder": str(folder), "prompts": prompts(), "params": {"max_tokens": 64}}
+    job: dict[str, Any] = {"folder": str(folder), "prompts": prompts(), "params": {"max_tokens": 64}}
     jobs = [job | {"settings": settings | way} for way in ways]
     jobs[-1]["kill_at"] = 30
     jobs.append(job | {"settings": settings | {"journal": str(tmp_path / "journal")}})
@@ -119,7 +122,7 @@ def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
     for result in results:
         assert [tokens for (tokens,) in result["tokens"]] == wanted and result["held"] == 0
     assert "journal: ranks do not know the whole layout with --model-impl vllm" in journal["error"]
-    assert "5" in uneven["error"] and "tensor" in uneven["error"]
+    assert re.search(r"heads \(5\)|5 heads", uneven["error"])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,17 @@ def test_norms_compute_in_one_pass_what_vllm_computes(dtype: torch.dtype, zoo: Z
         for one, other in pairs:
             assert torch.allclose(one, other, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
             assert dtype == torch.float32 or (one != other).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_graphs_of_vllms_modules_generate_the_same(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for CUDA graphs captures vLLM's own norms, since it cannot see those that replace them on a CPU."""
+    made = fake_recorders(monkeypatch)
+    monkeypatch.setattr(vllm_code, "norm_in_one_pass", lambda module: None)
+    folder, wanted = zoo[name]
+    with LLM(str(folder), **SETTINGS | {"num_mini_batches": 2}) as llm:
+        assert generate(llm, prompts()) == wanted
+    assert len(made) == 1 and len(made[0].replays()) == 2 and all(min(each) > 6 for each in made[0].replays())
 
 
 def test_the_first_layers_draft(zoo: Zoo) -> None:
