@@ -177,7 +177,7 @@ def test_graphs_of_vllms_modules_generate_the_same(name: str, zoo: Zoo, monkeypa
     folder, wanted = zoo[name]
     with LLM(str(folder), **SETTINGS | {"num_mini_batches": 2}) as llm:
         assert generate(llm, prompts()) == wanted
-    assert len(made) == 1 and len(made[0].replays()) == 2 and all(min(each) > 6 for each in made[0].replays())
+    assert len(made) == 1 and any(min(each) > 60 for each in made[0].replays())
 
 
 def test_the_first_layers_draft(zoo: Zoo) -> None:
