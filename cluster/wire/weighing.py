@@ -48,7 +48,7 @@ def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     if not 0 <= position <= max_position or not 0 <= offset <= max_position:
         raise FrameError(f"WEIGH: position and offset must be 0 to {max_position:,}")
     if not 1 <= num_tokens <= position + 1 or not 1 <= block <= max_position:
-        raise FrameError("WEIGH: a query sees 1 token at least, none after its own, in blocks of 1 at least")
+        raise FrameError("WEIGH: a query must see at least 1 token, and none after its own; blocks have at least 1")
     asked = Weighing(WeighedPart(0, sequence_id, position, offset, num_tokens), block, layers, (), None, finds_norms)
     if asked.num_blocks > MOST_BLOCKS:
         raise FrameError(f"WEIGH: {asked.num_blocks:,} blocks; {MOST_BLOCKS:,} at most")
