@@ -120,7 +120,7 @@ class RoutedRows:
     def _make_shares(
         self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
     ) -> tuple[np.ndarray, list[_Share]]:
-        """Return o and the busy R-workers' shares, for layers with rows of these shapes."""
+        """Return the output array o, and each involved R-worker's share of the rows, which have these shapes."""
         o, shares = np.empty((num_rows, *shape), self._o.dtype), []
         for worker in self.busy:
             route = self._routes[worker]
