@@ -206,7 +206,7 @@ class StatePair(PoolWorker):
             self._states.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """See ``PoolWorker``. Returns the length of the R-worker's export (int64), that export, and any layer states."""
+        """See ``PoolWorker``. Returns the length of the R-worker's export (int64), that export, and layer states."""
         parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
         return np.concatenate([np.frombuffer(_NUM_BYTES.pack(parts[0].nbytes), np.uint8), *parts])
 
