@@ -22,7 +22,7 @@ from fastdecode.cluster.links import link, port, shared_memory
 from fastdecode.cluster.pool import calls, journal_copies, remote, worker_info
 from fastdecode.cluster.r_worker import host, kv_port, lease, session, session_journal
 from fastdecode.cluster.r_worker.parking import chain_file, directory, door, parker
-from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
+from fastdecode.cluster.wire import auditing, frames, handshake, leases, messages, parked, payload, weighing
 from fastdecode.core import errors
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
@@ -73,6 +73,7 @@ def main() -> None:
     target = TARGETS[sys.argv.pop(1)]
     instrument(calls, frames, handshake, host, journal_copies, kv_port, lease, link, messages, payload, port, remote)
     instrument(session, session_journal, shared_memory)
+    instrument(auditing, leases, weighing)
     instrument(chain_file, directory, door, parked, parker)
     instrument(errors, settings, worker_info)
     tracemalloc.start(1)

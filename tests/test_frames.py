@@ -368,6 +368,7 @@ def test_a_question_about_attention_is_read_as_it_was_written() -> None:
     [
         ((7, 40, 0, 41, 16, False), (), "bytes of numbers"),
         ((7, 40, 0, 41, 16, False), (1, 0), "layers must ascend"),
+        ((7, 40, 0, 41, 16, 2), (0,), "must be 0 or 1"),
         ((7, 40, 0, 41, 16, False), (2,), "from 0 to 1"),
         ((7, -1, 0, 1, 16, False), (0,), "position and offset"),
         ((7, 40, 1 << 41, 41, 16, False), (0,), "position and offset"),
