@@ -15,9 +15,11 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.sworker.files.weight_files import check_files
+from fastdecode.sworker.model import vllm_lora
 from fastdecode.sworker.model.code import AnyRank, LoadedCode, bytes_of
 from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import apply_overrides, max_position_embeddings, resolve_dtype
+from fastdecode.sworker.model.lora import check_adapter
 from fastdecode.sworker.model.refusals import one_clear_error
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.model.vllm_attention import hand_over_attention
@@ -63,6 +65,8 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     """
     check_settings(config)
     check_files(Path(config.model))
+    if config.lora:
+        check_adapter(Path(config.lora[1]))
     with as_refusals_of_vllm(config, hf_config):
         vllm_config = _vllm_config(config, hf_config)
         code, digest = _load(config, vllm_config, hf_config, rank)
@@ -135,5 +139,9 @@ def _load(config: EngineConfig, vllm_config: Any, hf_config: Any, rank: AnyRank 
         digest = weights_digest(module)
         sizes = bytes_of(module), sum(each.numel() for each in module.parameters())
         process_weights_after_loading(module, model_config, device)
+        if config.lora:
+            adapter = Path(config.lora[1])
+            vllm_lora.add_adapter(module, adapter, vllm_config, hf_config)
+            digest = vllm_lora.adapted_digest(digest, adapter)
     module.eval().requires_grad_(False)
     return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest

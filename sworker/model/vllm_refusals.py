@@ -34,7 +34,6 @@ def check_settings(config: EngineConfig) -> None:
     if not first <= ".".join(version.split(".")[:2]) < beyond:
         raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
     refused = {
-        "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
         "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
         "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
     }
