@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -63,7 +64,7 @@ def assert_no_alarm(engine: LLMEngine, least: int) -> None:
 
 def wait_until_parked(engine: LLMEngine) -> None:
     """Wait until all retained prefixes are on the disk."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(not each.is_parked for worker in engine.scheduler.store.workers for each in worker.prefixes.values()):
         engine.look_around()
         if time.monotonic() > deadline:
