@@ -34,8 +34,6 @@ from fastdecode.engine.engine import LLMEngine
 
 pytestmark = pytest.mark.slow
 
-"""Waits end much sooner on an idle machine; here they only have to end."""
-
 BREAK_SECONDS = 0.03
 """A pause after each step of a job while Ray starts processes, so that these get the cores."""
 

@@ -37,7 +37,7 @@ class Context(zmq.Context):
     """
 
     def _add_socket(self, socket: Any) -> None:
-        self._sockets = getattr(self, "_sockets", None) or set()
+        self._sockets = getattr(self, "_sockets", None) or set()  # type: ignore[assignment]
         self._sockets.add(socket)
 
 

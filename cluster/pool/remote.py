@@ -124,7 +124,7 @@ class RemoteWorker(PoolWorker):
 
         If the R-worker still serves the session's previous S-worker, which may be gone, ask again until ``deadline``.
         """
-        # An R-worker gives way within milliseconds, once its S-worker has been silent for long enough
+        # An R-worker drops a silent S-worker within milliseconds of the first HELLO of another
         retry_seconds, most_retry_seconds = 0.02, 0.3
         while True:
             try:
