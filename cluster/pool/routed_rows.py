@@ -14,7 +14,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.routes import is_empty
-from fastdecode.core.types import Merge, MiniBatchRoutes, Rows
+from fastdecode.core.types import Merge, MiniBatchRoutes, Route, Rows
 from fastdecode.kinds import Layer
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
@@ -37,22 +37,34 @@ class _Share(NamedTuple):
     partials: np.ndarray | None
 
 
+class _Form(NamedTuple):
+    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results."""
+
+    caches_rows: bool
+    o: tuple[int, int]
+    partials: tuple[int, int]
+
+
 class RoutedRows:
     """One mini-batch in a step: splits q, k, v by R-worker, layer by layer, and assembles o.
 
-    ``busy``: the R-workers with rows in this mini-batch. ``layer``: the last layer scattered, None before the first.
-    Layers of the same shape share their arrays.
+    ``layer``: the last layer scattered, None before the first. Layers of one kind and shape share their arrays.
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
-        self.busy = [worker for worker, route in enumerate(routes.workers) if not is_empty(route)]
         self.layer: int | None = None
-        self._layout, self._routes = layout, routes.workers
+        self._layout, self._routes = layout, routes
+        self._busy = [_busy(routes.of(caches_rows)) for caches_rows in (False, True)]
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
-        self._shares: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[_Share]]] = {}
+        self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
+
+    @property
+    def busy(self) -> list[int]:
+        """The R-workers with rows in the scattered layer."""
+        return self._busy[self._spec is None or self._spec.caches_rows]
 
     def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
         """Yield (R-worker index, its rows of q, k, v, o and partial results) for each busy R-worker.
@@ -60,10 +72,10 @@ class RoutedRows:
         q, k, v are as in ``AttentionBackend.submit``.
         """
         spec, self.layer = self._layout.layers[layer], layer
-        shapes = _output_shapes(spec)
-        if shapes not in self._shares:
-            self._shares[shapes] = self._make_shares(len(q), *shapes)
-        self._o, shares = self._shares[shapes]
+        form = _form(spec)
+        if form not in self._shares:
+            self._shares[form] = self._make_shares(len(q), form)
+        self._o, shares = self._shares[form]
         for worker, in_place, q_rows, kv_rows, o, partials in shares:
             if in_place:
                 yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
@@ -105,7 +117,7 @@ class RoutedRows:
         gone = self._merge.with_part_of(worker)
         merged = self._merge.merged[gone]
         ends = merged["row"] + merged["num_rows"]
-        self._zeroed.append(self._routes[worker].o_rows)
+        self._zeroed.append(self._routes.workers[worker].o_rows)
         self._zeroed += map(slice, merged["row"].tolist(), ends.tolist())
         self._set_merge(self._merge.take(~gone))
 
@@ -118,14 +130,13 @@ class RoutedRows:
         """The description of the layer that was scattered last."""
         return None if self.layer is None else self._layout.layers[self.layer]
 
-    def _make_shares(
-        self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
-    ) -> tuple[np.ndarray, list[_Share]]:
-        """Return o and the busy R-workers' shares, for layers with rows of these shapes."""
-        o, shares = np.empty((num_rows, *shape), self._o.dtype), []
+    def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
+        """Return o and the busy R-workers' shares, for layers of ``form``."""
+        o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
+        routes = self._routes.of(form.caches_rows)
         for worker in self.busy:
-            route = self._routes[worker]
-            partials = np.empty((route.num_partials, *partial_shape), np.float32) if route.num_partials else None
+            route = routes[worker]
+            partials = np.empty((route.num_partials, *form.partials), np.float32) if route.num_partials else None
             in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
             shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
         return o, shares
@@ -147,9 +158,9 @@ class RoutedRows:
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
-        shapes = _output_shapes(spec)
-        found = [np.zeros((0, *shapes[1]), np.float32)] * len(self._routes)
-        for share in self._shares[shapes][1]:
+        form = _form(spec)
+        found = [np.zeros((0, *form.partials), np.float32)] * len(self._routes.workers)
+        for share in self._shares[form][1]:
             if share.partials is not None:
                 found[share.worker] = share.partials
         return found
@@ -181,7 +192,12 @@ def transfer_seconds(
     return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
 
 
+def _busy(routes: tuple[Route, ...]) -> list[int]:
+    """Return the R-workers that get rows by ``routes``."""
+    return [worker for worker, route in enumerate(routes) if not is_empty(route)]
+
+
 @functools.lru_cache(1024)
-def _output_shapes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of a row of o and of partial results."""
-    return layer.row_shapes[3], layer.partial_shape
+def _form(layer: Layer) -> _Form:
+    """Return the form of the results of ``layer``."""
+    return _Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)

@@ -10,6 +10,7 @@ PARTS = {
     "faults": "cluster.r_worker.faults",
     "CUDA graphs": "sworker.run.cuda_graphs",
     "CUDA staging": "sworker.run.cuda_staging",
+    "handovers": "cluster.pool.handing_over",
     "GGUF": "sworker.model.gguf",
     "GGUF tokenizer": "sworker.files.gguf_tokenizer",
     "GPU rows": "sworker.model.gpu_rows",

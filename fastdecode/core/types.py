@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -147,21 +148,45 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
-    """The routes of one mini-batch: a Route per R-worker, and the merging of partial results."""
+    """The routes of one mini-batch: a Route per R-worker, and the merging of partial results.
+    ``recurrent``: the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for PARTIAL
+    spans, instead of partial results.
+    """
 
     workers: tuple[Route, ...]
     merge: Merge = NO_MERGE
+    recurrent: tuple[Route, ...] = ()
+
+    def of(self, caches_rows: bool) -> tuple[Route, ...]:
+        """Return the routes in layers that cache rows, or in recurrent layers if ``caches_rows`` is False."""
+        return self.workers if caches_rows else self.recurrent or self.workers
+
+
+class Handover(NamedTuple):
+    """A recurrent state to copy before a step: a new segment begins from the state at the end of the previous one.
+    R-worker ``source`` holds the previous segment as ``source_id``, of ``source_tokens`` tokens. R-worker ``target``
+    gets its state as the new sequence ``cache_id``, whose first token is token ``start`` of the whole sequence.
+    """
+
+    source: int
+    source_id: int
+    source_tokens: int
+    target: int
+    cache_id: int
+    start: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step of every R-worker, in order of index; all have the same number of mini-batches.
     ``routes``: the routes of each mini-batch. Empty in a plan written by hand without READ and PARTIAL spans: then the
-    R-workers' rows are in the order of their spans (``routes_of_spans``).
+    R-workers' rows are in the order of their spans (``routes_of_spans``). ``handovers``: recurrent states to copy after
+    the controls and before the rows.
     """
 
     workers: tuple[WorkerPlan, ...]
     routes: tuple[MiniBatchRoutes, ...] = ()
+    handovers: tuple[Handover, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,15 @@ from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, 
 
 KEEPS = "this model keeps a state per sequence"
 BESIDE = f"{KEEPS} beside its cache"
+RANGES = "each range (kv_shard_tokens) keeps a recurrent state"
 HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
-    "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
     "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
+    "states in ranges, ranks": f"{RANGES}, and ranks do not pass them on together; leave it out",
+    "states in ranges, sessions": f"{RANGES}, and the next S-worker continues from whole states only; leave it out",
+    "states in ranges, parking": f"{RANGES}, and a disk keeps whole prefixes with their state only; leave it out",
+    "states in ranges, prefill workers": f"{RANGES}, and prefill workers store one state per prompt; leave it out",
     "states here, sessions": f"{HERE} reach the next one as files beside the journal, which R-workers cannot keep; "
     "give journal as a folder, or state_on r",
     "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "
@@ -77,7 +81,7 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
 
     @property
     def partial_shape(self) -> Shape:
-        """A placeholder shape: no sequence with a state is cached in ranges."""
+        """A placeholder shape: a recurrent layer answers each row in full, also for a sequence in ranges."""
         return self.num_heads, 2 + self.value_head_dim
 
     @property

@@ -79,7 +79,8 @@ class PrefixCache:
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
         by_end = StateIndex(self._workers, self._segment_tokens)
         most_kept = limits.kept_states * self.enabled
-        return by_end, States(self._workers, by_end, self.ids, names, most_kept, limits.sizes.worth)
+        worth, length = limits.sizes.worth, self._segment_tokens
+        return by_end, States(self._workers, by_end, self.ids, names, most_kept, worth, length)
 
     def __len__(self) -> int:
         """Return the number of retained prefixes."""
@@ -130,10 +131,10 @@ class PrefixCache:
         """Assign cache ids to ``segments``, with which ``sequence`` starts from ``hit``.
         Segments continued in place keep their cache ids.
         """
-        ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
-        if not ids and hit and hit.is_own:
+        if len(segments) > 1 and hit and hit.is_own:
             ids = [each.prefix.prefix_id for each in hit.source.pieces(sequence, hit)]
-        ids = ids or [sequence.sequence_id]
+        else:
+            ids = [self.kept.name(sequence, hit)]
         ids += [self.ids.new() for _ in segments[len(ids) :]]
         for segment, cache_id in zip(segments, ids, strict=True):
             segment.cache_id = cache_id

@@ -134,16 +134,26 @@ class StateIndex(PrefixIndex):
 
 
 class States(IndexedSource, Keeper):
-    """Keeps states of prompts at checkpoints, and states of sequences that leave. ``most_kept``: over all R-workers."""
+    """Keeps states of prompts at checkpoints, and states of sequences that leave. ``most_kept``: over all R-workers.
+    Of a sequence in several segments, only states within the first segment are kept.
+    """
 
     copies_all = True
     _index: StateIndex
 
     def __init__(
-        self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
+        self,
+        workers: Workers,
+        index: StateIndex,
+        ids: CacheIds,
+        names: Names,
+        most_kept: int,
+        worth_blocks: int,
+        segment_tokens: int = UNLIMITED,
     ) -> None:
         """``worth_blocks``: how many blocks of tokens take as much memory as one state."""
         super().__init__(workers, index)
+        self._segment_tokens = segment_tokens
         self._ids, self._names = ids, names
         self._most_kept, self._interval = most_kept, 1
         # Least number of token blocks between checkpoints, per block of memory that a state takes
@@ -251,7 +261,7 @@ class States(IndexedSource, Keeper):
         return prefix
 
     def _is_checkpoint(self, sequence: TokenSequence, num_blocks: int) -> bool:
-        last = (sequence.num_prefill - 1) // self._workers.block_size
+        last = (min(sequence.num_prefill, self._segment_tokens) - 1) // self._workers.block_size
         if not self._most_kept or not 0 < num_blocks <= last:
             return False
         wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)

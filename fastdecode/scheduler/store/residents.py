@@ -171,8 +171,8 @@ class Tails:
         self.count(sequence, 1)
 
     def extend(self, sequence: TokenSequence, worker: int) -> None:
-        """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``, without blocks yet."""
-        segment = Segment(self._ids.new(), sequence.num_cached, workers=[worker])
+        """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``, without blocks for tokens yet."""
+        segment = Segment(self._ids.new(), sequence.num_cached, self._workers.blocks_for(0), [worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
         self._names.segments(sequence, [segment])
