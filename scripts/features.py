@@ -189,11 +189,19 @@ def _of_states() -> str:
     """Return the further refusals for a model with recurrent states."""
     found = []
     kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "r-workers", "keep_session": 9.0}
+    ranges = {"kv_shard_tokens": 512}
+    not_in_ranges = [
+        SETTINGS["ranks"],
+        SETTINGS["parked prefixes"],
+        SETTINGS["prefill workers"],
+        kept | {"state_on": "r"},
+    ]
     alone = replace(LAYOUT, layers=LAYOUT.layers[1:])
     for settings, layout, on_gpu in (
         ({"state_on": "s"}, alone, False),
         (kept, LAYOUT, False),
         ({"prefill_parallel": "tsp"}, LAYOUT, False),
+        *((ranges | each, LAYOUT, False) for each in not_in_ranges),
         ({}, LAYOUT, True),
     ):
         try:

@@ -13,7 +13,6 @@ import numpy as np
 from fastdecode.core.protocols import DraftPolicy, PrefillPolicy
 from fastdecode.core.step import Chunk, MiniBatch, ScheduledStep, deal
 from fastdecode.scheduler.drafts import DraftCounts, Drafts
-from fastdecode.scheduler.handovers import handovers
 from fastdecode.scheduler.members import Members
 from fastdecode.scheduler.places.speeds import Observed, Observer
 from fastdecode.scheduler.policy.admission import Admission, ChunkCutter
@@ -148,7 +147,7 @@ class Scheduler:
         drafts = self._drafts.place(self._rows, chunks, self.load_limit.strict) if self._drafts else {}
         mini_batches = deal(self._table.mini_batch(self._rows), chunks, self.limits.num_mini_batches)
         prefills, arrived = self._prefills.take() if self._prefills is not None else ((), ())
-        controls, handed_over = self.store.workers.take_controls(), handovers(self.store, mini_batches)
+        controls, handed_over = self.store.workers.take_controls(), self.store.tails.handovers(mini_batches)
         return ScheduledStep(mini_batches, controls, num_starts, prefills, arrived, drafts, handovers=handed_over)
 
     def controls_alone(self) -> ScheduledStep:
