@@ -1,7 +1,8 @@
-"""The cost of attention sources for one request among many: python benchmarks/attention_sources.py MODEL
+"""Measure the cost of attention sources for one request among many: python benchmarks/attention_sources.py MODEL
 
-Caches are filled with random prompts. Then decode steps alternate: in every second one a single sequence asks. It
-prints the ratio of the two medians, that of pairs of steps, and the time that the second pass itself takes.
+Caches are filled with random prompts. In every second decode step, one sequence asks for attention sources. Printed are
+the ratio of the median step with sources to the median step without, the ratios of neighbouring steps, and the time of
+the second pass, in which R-workers find the sources.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def measure(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds of decode steps in which no sequence asks, of those in which one does, and of its second pass."""
+    """Return the seconds of decode steps without sources, of decode steps with sources, and of the second passes."""
     engine, rng = llm.llm_engine, np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=2 * num_steps + 16, ignore_eos=True, detokenize=False)
     asking = replace(params, attention_sources=3)

@@ -1,9 +1,9 @@
 """Measure how soon an audit names an R-worker that is at fault, and what an audit costs.
 
-python benchmarks/audits.py named --fault results    # 1 wrong row of 10,000: audited rows until it is named
-python benchmarks/audits.py named --fault memory     # 1 flipped bit in one block: the same
-python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01 over those without, in turns
-python benchmarks/audits.py pool                     # CPU time of the R-part alone, without a model
+python benchmarks/audits.py named --fault results    # audited rows until it is named, if 1 of 10,000 rows is wrong
+python benchmarks/audits.py named --fault memory     # audited rows until it is named, if 1 bit of a block has flipped
+python benchmarks/audits.py cost MODEL               # tokens/s with --audit 0.01, divided by tokens/s without
+python benchmarks/audits.py pool                     # CPU time of R-workers with audits and without; needs no model
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ def make_model(folder: Path) -> None:
 
 
 def run_once(llm: LLM, seed: int, fault: str, every: int) -> tuple[int, int]:
-    """Return the audited rows until the victim is named, and the number of cells. Raise RuntimeError for a wrong name.
-
-    If its results are wrong, only rows that the victim answered count; else all rows since the bit flipped.
-    A cell is a pair of a sequence and a layer.
+    """Return how many rows were audited until the R-worker VICTIM was named, and the number of cells.
+    If its results are wrong, only rows that VICTIM answered count; else all rows since the bit flipped. A cell is a
+    pair of a sequence and a layer. Raise RuntimeError if another R-worker, or none, is named.
     """
     engine, rng = llm.llm_engine, random.Random(seed)
     pool = cast(PoolBackend, engine.backend)
@@ -128,7 +127,7 @@ def run_once(llm: LLM, seed: int, fault: str, every: int) -> tuple[int, int]:
             raise RuntimeError(f"seed {seed}: the R-worker was never named")
         engine.step()
     if engine.membership.changes.faulty != (worker.name,) or engine.membership.changes.undecided:
-        raise RuntimeError(f"seed {seed}: wrongly named: {engine.membership.changes}")
+        raise RuntimeError(f"seed {seed}: another R-worker was named: {engine.membership.changes}")
     return counted.of_victim if fault == "results" else counted.num_rows, counted.num_cells
 
 
@@ -156,7 +155,7 @@ class Counted:
 
 
 def time_cost(args: argparse.Namespace) -> None:
-    """Print tokens/s of decode steps with the audit over those without, in turns of ten steps."""
+    """Print tokens/s of decode steps with the audit, divided by tokens/s without. They alternate every ten steps."""
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "kv_replicas": args.kv_replicas}
     settings |= {"max_model_len": args.context_len + 2 * args.steps + 64, "audit": args.audit}
     settings |= {"r_workers": args.r_workers, "kv_cache_memory": args.kv_cache_memory, "load_format": args.load_format}
@@ -171,7 +170,9 @@ def time_cost(args: argparse.Namespace) -> None:
 
 
 def pool_cost(args: argparse.Namespace) -> None:
-    """Print the CPU time of steps of two R-workers, here, with the audit over steps of two others without, in turns."""
+    """Print the CPU time of two R-workers with the audit, divided by that of two others without.
+    All four are in this process; the pairs take turns.
+    """
     layers = (Dense(8, 4, 128, 128, 0.1),) * 8
     pools = [InprocBackend([RWorkerSize(512 << 20, 1)] * 2, 32) for _ in range(2)]
     pools[1].set_audit(args.audit, 0)
@@ -202,7 +203,9 @@ def pool_cost(args: argparse.Namespace) -> None:
 
 
 def pool_step(num_seqs: int, context_len: int, copies: int, fills: bool) -> StepPlan:
-    """Return a step of one row of each sequence, half on each of two R-workers; ``fills``: the rows attend nowhere."""
+    """Return a step with one row per sequence; each of two R-workers has half of the sequences.
+    ``fills``: the rows are stored but do not attend.
+    """
     chunks = np.zeros(num_seqs, CHUNK)
     chunks["sequence_id"] = chunks["cache_id"] = np.arange(num_seqs)
     chunks["worker"] = np.arange(num_seqs) >= num_seqs // 2
@@ -213,7 +216,7 @@ def pool_step(num_seqs: int, context_len: int, copies: int, fills: bool) -> Step
 
 
 def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple[list[list[float]], int]:
-    """Return seconds of decode steps without and with the audit, and how many rows were audited."""
+    """Return the seconds of decode steps without and with the audit, and how many rows were audited."""
     engine, rng = llm.llm_engine, np.random.default_rng(0)
     pool = cast(PoolBackend, engine.backend)
     params = SamplingParams(temperature=0, max_tokens=2 * num_steps + 40, ignore_eos=True, detokenize=False)

@@ -1,9 +1,9 @@
-"""Decode throughput beside vLLM's CPU build and llama.cpp, each at its best: python benchmarks/beside_vllm.py
+"""Compare decode throughput with vLLM's CPU build or llama.cpp, each at its best: python benchmarks/beside_vllm.py
 
 All engines compute their prompts once, and then decode in turns (A B A B …); medians are compared. The peers'
-environments come from `make_peers.sh`. bfloat16 is compared with bfloat16; int8 weights and int8 cache with vLLM's
-W8A8 and llama.cpp's Q8_0 of the same shape. Their checkpoints are written beside the environments, and stay there:
-vLLM finds its compiled code by the checkpoint's path. `--prepare` compiles it, which takes minutes the first time.
+environments come from `make_peers.sh`. bfloat16 is compared with bfloat16; int8 weights with an int8 cache are compared
+with vLLM's W8A8 and llama.cpp's Q8_0 of the same shape. The checkpoints are kept beside the environments, because vLLM
+finds its compiled code by the checkpoint's path. `--prepare` compiles, which takes minutes the first time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Rate = Callable[[], float]
 
 
 class Shape:
-    """The sequences of a comparison: rows, prompt tokens, and tokens that are decoded in each turn."""
+    """The sizes of a comparison: number of sequences, prompt tokens of each, and tokens decoded in each turn."""
 
     def __init__(self, folder: str, rows: int, prompt: int, steps: int, rounds: int) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -58,10 +58,12 @@ class Shape:
 
 
 class Worker:
-    """An engine in a process of its own. It computes its prompts while others do, and decodes alone."""
+    """An engine in its own process.
+    Several engines compute their prompts together; while one decodes, the others wait.
+    """
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
-        # All contexts have one length, since vLLM compiles anew for another.
+        # One context length for all comparisons, since vLLM compiles again for another.
         own = {"max_model_len": shape.longest} if side == "vllm" else {"kv_cache_memory": shape.kv_bytes}
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
         caches = Path(python).parent.parent / "compiled"
@@ -77,18 +79,18 @@ class Worker:
         )  # fmt: skip
 
     def wait(self) -> None:
-        """Return when all prompts are computed; RuntimeError where the engine ended."""
+        """Wait until all prompts are computed. Raise RuntimeError if the engine has ended."""
         self._answer("READY")
 
     def rate(self) -> float:
-        """Return tokens per second of one turn."""
+        """Decode for one turn; return tokens per second."""
         assert self._process.stdin
         self._process.stdin.write(f"{self._steps}\n")
         self._process.stdin.flush()
         return float(self._answer("RATE ").split()[1])
 
     def close(self) -> None:
-        """End the engine, and what it started."""
+        """End the engine's process and its child processes."""
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -102,9 +104,8 @@ class Worker:
 
 
 def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
-    """Return tokens per second of llama.cpp's benchmark of parallel sequences, in a process of its own.
-
-    It computes one prompt, and copies keys and values to the cache of each sequence.
+    """Return the tokens per second of llama.cpp's benchmark of parallel sequences, run in its own process.
+    It computes one prompt, and copies the keys and values to the cache of each sequence.
     """
     threads = len(os.sched_getaffinity(0))
     context = shape.rows * (shape.prompt + shape.steps)  # Each sequence has its own cache.
@@ -119,7 +120,7 @@ def llama_rate(gguf: str, shape: Shape, cache: str) -> float:
 
 
 def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, tuple[str, str, Shape, dict[str, Any]]]:
-    """Return what ``Worker`` takes for each engine, by the name of its way: ours, then the peer's."""
+    """Return the arguments of ``Worker`` for each engine by name, for example "int8" and "vllm bfloat16"."""
     ours: dict[str, Any] = {"model": plain, "dtype": "bfloat16", "device": "cpu"}
     of_ours = {"int8": ours | (INT8 if not args.experts else {"quantization": "int8"}), "bfloat16": ours}
     own = ("int8",) if args.peer == "llama" else args.kinds
@@ -133,7 +134,7 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
         return same | {f"{args.peer} bfloat16": (python, "vllm", shape, theirs | {"model": plain})}
     if "bfloat16" in args.kinds:
         engines[f"{args.peer} bfloat16"] = (python, "vllm", shape, theirs | {"model": plain})
-    if "int8" in args.kinds and not args.experts:  # vLLM has no W8A8 of experts on CPUs.
+    if "int8" in args.kinds and not args.experts:  # On CPUs, vLLM cannot run experts in W8A8.
         w8a8 = write_w8a8(plain, MODELS / f"{Path(plain).name}-w8a8")
         for cache in args.caches or ["auto", "fp8"]:
             settings = theirs | {"model": w8a8, "kv_cache_dtype": cache}
@@ -142,7 +143,7 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
 
 
 def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitStack) -> dict[str, Rate]:
-    """Return ours and the peer's ways by name, each ready to decode."""
+    """Return, by name, functions that decode for one turn and return tokens per second. All engines have started."""
     found: dict[str, Rate] = {}
     workers = {name: Worker(*words) for name, words in engines_of(args, plain, shape).items()}
     for name, worker in workers.items():
@@ -160,7 +161,7 @@ def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitSta
 
 
 def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
-    """Print medians, spreads and ratios."""
+    """Let the engines decode in turns, and print medians, spreads and ratios."""
     with ExitStack() as running:
         ways = ways_of(args, plain, shape, running)
         rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -182,7 +183,7 @@ def compare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
 
 
 def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
-    """Start each of the peer's engines once, one after another, so that its compiled code is in its cache."""
+    """Start each vLLM engine once, one after another, so that its compiled code is stored for later starts."""
     for name, words in engines_of(args, plain, shape).items():
         if words[1] != "vllm":
             continue
@@ -197,7 +198,6 @@ def prepare(args: argparse.Namespace, plain: str, shape: Shape) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """Return the command line's flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--peer",
@@ -221,7 +221,6 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Compare with one peer."""
     args = parsed()
     MODELS.mkdir(parents=True, exist_ok=True)
     plain = args.model or (

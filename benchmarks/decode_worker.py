@@ -1,6 +1,7 @@
-"""One engine that decodes on request: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
+"""One engine that decodes when asked: `beside_vllm.py` runs it with FastDecode's Python and with vLLM's.
 
-It computes the prompts and prints READY. Each line on stdin is a number of steps; it answers with tokens per second.
+It computes the prompts and prints READY. For each line on stdin, a number of steps, it decodes that many steps and
+prints tokens per second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ WARM_UP = 4
 
 
 def engine_of(side: str, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the engine and the class of its sampling parameters."""
+    """Return the engine and the class of its sampling parameters. ``side``: "fastdecode" or "vllm"."""
     if side == "vllm":
         from vllm import LLM, SamplingParams
 
@@ -26,7 +27,7 @@ def engine_of(side: str, settings: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class Decoding:
-    """Sequences of an engine, all of which have computed their prompts."""
+    """Sequences of an engine, whose prompts have been computed."""
 
     def __init__(self, engine: Any, params: Any, rows: int, prompt: int) -> None:
         self._engine, self._made = engine, dict[str, int]()
@@ -37,7 +38,7 @@ class Decoding:
             self._step()
 
     def tokens_per_second(self, steps: int) -> float:
-        """Decode at least ``steps`` tokens of each sequence."""
+        """Decode at least ``steps`` tokens of each sequence; return tokens per second."""
         before, start = sum(self._made.values()), time.perf_counter()
         wanted = before + steps * len(self._made)
         while sum(self._made.values()) < wanted:
@@ -50,9 +51,8 @@ class Decoding:
 
 
 def main() -> None:
-    """Compute prompts, then decode once for each line of stdin."""
     side, (rows, prompt, most), settings = sys.argv[1], map(int, sys.argv[2:5]), json.loads(sys.argv[5])
-    # vLLM compiles anew for another number of sequences
+    # vLLM compiles again for another number of sequences
     common = {
         "skip_tokenizer_init": True,
         "max_num_seqs": rows if side == "fastdecode" else max(rows, 64),

@@ -1,15 +1,14 @@
-"""Losses, joins, drains and slow R-workers, live and simulated: python benchmarks/events.py
+"""Compare live and simulated R-workers that are lost, join, drain or slow down: python benchmarks/events.py
 
-An engine decodes on one core over eight stand-ins, which use no core and take a set time per cached token. With one
-mini-batch S time, host time and R time add up to the step. The first two, how late the engine wakes up for the
-third and for copies are measured in the live run itself, since other processes of this machine change them from one
-minute to the next. The simulator with those figures is to say what the run with the same events
-gave: output tokens per second within 5 %, with one copy of each sequence and with two; tokens computed again stand
-beside it. Live runs with and without events take turns.
+A live engine decodes on one core over eight stand-in R-workers, which use no core and take a set time per cached token.
+The simulator then runs the same requests and events. Its S time, host time and delays are measured in the live run,
+since other processes of this machine change them from minute to minute. The simulated output tokens per second must be
+within 5 % of the live ones, with one and with two copies of each sequence. Recomputed tokens are printed too. Live runs
+with and without events take turns. With one mini-batch, S time, host time and R time add up to the step.
 
-The events are ``--events FILE``, as ``simulate`` reads it, or the three sets here: a loss and a restart every
-``--hour`` seconds (one R-worker lost every hour, where an hour has as many steps as that); losses in quick succession;
-all kinds. A cached token moves in 20 µs.
+The events are ``--events FILE``, as ``simulate`` reads it, or three sets: one loss and restart every ``--hour`` seconds
+(this stands for one loss an hour, if an hour had as many steps); losses in quick succession; events of all kinds.
+Moving a cached token takes 20 µs.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MARK = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output tokens per second, tokens computed again, and the pauses of sequences that lost something, seconds."""
+    """Output tokens per second, recomputed tokens, and the pauses in seconds of sequences whose cache was lost."""
 
     tokens_per_second: float
     num_recomputed: int
@@ -63,7 +62,7 @@ class Outcome:
 
 
 class Rig:
-    """One engine over mortal stand-ins, and its twin in simulated time."""
+    """One live engine over stand-in R-workers, and a simulation of the same engine."""
 
     def __init__(self, args: argparse.Namespace, kv_replicas: int) -> None:
         self.args = args
@@ -73,7 +72,7 @@ class Rig:
         self.kv_replicas = kv_replicas
 
     def open(self, folder: str) -> None:
-        """Load the model, and run as many steps as it takes to warm up."""
+        """Load the model, and run some steps to warm up."""
         config = EngineConfig(
             folder, load_format="dummy", dtype="float32", skip_tokenizer_init=True, max_num_seqs=self.args.in_flight,
             max_num_batched_tokens=1024, schedule="stall-free", enable_prefix_caching=False, kv_cache_memory="1GiB",
@@ -85,7 +84,7 @@ class Rig:
         warm_up(self.engine, self.items)
 
     def live(self, events: list[WorkerEvent]) -> tuple[Outcome, ThroughputRun]:
-        """Run all requests on an idle engine whose R-workers are all there."""
+        """Run all requests live, with ``events``; the engine is new, with all R-workers."""
         self.engine.close()
         self.open(self.args.folder)
         self.engine.replace_scheduler(self.new_scheduler())
@@ -94,7 +93,7 @@ class Rig:
         return Outcome(_rate(run.steps, run.elapsed_seconds), _recomputed(run.steps, self.items)), run
 
     def new_scheduler(self) -> Scheduler:
-        """Return a scheduler like the engine's, with the price of moves that stand-ins have."""
+        """Return a scheduler like the engine's, which knows how long the stand-ins take to move a token."""
         return self.engine.scheduler.with_limits(self.limits)
 
     def simulated(self, machine: SplitMachine, events: list[WorkerEvent]) -> Outcome:
@@ -108,9 +107,8 @@ class Rig:
         return Outcome(_rate(steps, simulator.now_seconds), _recomputed(steps, self.items), pauses)
 
     def measured_machine(self, steps: Sequence[StepRecord]) -> SplitMachine:
-        """Return a machine by the last run's ``steps``: S time by rows, host time, delays of calls and times of copies.
-
-        Its R-workers are as set.
+        """Return a machine for the simulator, measured in ``steps``: S time by rows, host time, delays and copy times.
+        The speed of its R-workers is the one set for the stand-ins.
         """
         rows = np.array([step.num_tokens for step in steps])
         s_seconds, host = (np.array([getattr(step, name) for step in steps]) for name in ("s_seconds", "host_seconds"))
@@ -136,7 +134,7 @@ def _rate(steps: Sequence[StepRecord], seconds: float) -> float:
 
 
 def _recomputed(steps: Sequence[StepRecord], items: Sequence[WorkItem]) -> int:
-    """Return the computed rows beyond one per token."""
+    """Return how many rows were computed more than once."""
     needed = sum(len(item.prompt_token_ids) + item.output_len - 1 for item in items)
     return sum(step.num_tokens for step in steps) - needed
 
@@ -150,7 +148,7 @@ class Sets:
 
     @cached_property
     def all(self) -> dict[str, list[WorkerEvent]]:
-        """The events of each set by its name."""
+        """Return the events of each set by its name."""
         return {"hourly": [*self._hourly()], "burst": [*self._burst()], "mixed": self._mixed()}
 
     def _hourly(self) -> Iterator[WorkerEvent]:
@@ -173,7 +171,6 @@ class Sets:
 
 
 def main() -> None:
-    """Print live and simulated figures of each set; exit 1 where tokens/s differ by more than the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", metavar="FILE", help="file of events, in place of --sets")
     parser.add_argument("--sets", default="hourly,burst,mixed", help="sets of events (hourly,burst,mixed)")
@@ -225,7 +222,7 @@ def _compare(rig: Rig) -> bool:
 
 
 def _report(rig: Rig, name: str, events: list[WorkerEvent], live: Outcome, machine: SplitMachine) -> bool:
-    """Print live and simulated figures; return True where they differ by more than the limit."""
+    """Print live and simulated figures; return True if they differ by more than the limit."""
     twin = rig.simulated(machine, events)
     ratio = twin.tokens_per_second / live.tokens_per_second
     missed = abs(ratio - 1) > MARK

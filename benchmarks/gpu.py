@@ -1,9 +1,9 @@
-"""The S-worker on a GPU beside its limits: python benchmarks/gpu.py
+"""Compare the S-worker on a GPU with its limits: python benchmarks/gpu.py
 
 Layers of Llama-7B's shape in bfloat16 with random weights, one token per sequence and step. The R-worker is a stand-in
-that answers at once, so whatever a step takes beyond the S time and the host's own is transfer that nothing hid.
-S time and bare matrix products over the same weights are measured in turn (A B A B), both by CUDA events; so are
-steps with CUDA graphs and without (--enforce-eager).
+that answers at once. So the part of a step beyond the S time and the host's work is transfer that nothing has hidden. S
+time is measured in turn (A B A B) with bare matrix products over the same weights, both by CUDA events. Steps with CUDA
+graphs are measured in turn with eager steps (--enforce-eager).
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ LLAMA_7B = {
 
 
 class AtOnce(StandInBackend):
-    """A stand-in whose answers are ready at once.
-
-    Its zeros are made once, as a real R-worker's o is in memory already. Like the stand-in it keeps no keys and values,
-    and so refuses to export and import.
+    """A stand-in R-worker whose answers, zeros, are ready at once.
+    The zeros are made once, as a real R-worker's output o is in memory already. Keys and values are not kept, so export
+    and import are refused.
     """
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -47,7 +46,7 @@ class AtOnce(StandInBackend):
             self._rows[mini_batch] = np.full(shape, 0, WIRE_DTYPE[self.layout.model_dtype])
 
     def begin_step(self, plan: object) -> None:
-        """See ``AttentionBackend.begin_step``; the rows outlive the step."""
+        """See ``AttentionBackend.begin_step``; the zeros are kept for the next step."""
         kept = getattr(self, "_rows", {})
         super().begin_step(plan)  # type: ignore[arg-type]
         self._rows = kept
@@ -88,14 +87,14 @@ def make_engine(
 
 
 def step_of(engine: LLMEngine, rows: int, steps: int) -> Step:
-    """Run once; the first and last decode steps do not count."""
+    """Decode ``steps`` steps; return the medians, without the first and the last decode step."""
     middle = [step for step in decode(engine, rows, steps).steps if step.is_decode][1:-1]
     names = ("wall_seconds", "s_seconds", "wait_seconds", "host_seconds")
     return Step(*(statistics.median(getattr(step, name) for step in middle) for name in names))
 
 
 def bare_seconds(engine: LLMEngine, rows: int) -> float:
-    """Return the seconds of one pass through every linear layer, with the head, by the device's own clock."""
+    """Return the seconds of one pass through every linear layer and the head, by CUDA events."""
     linears = [module for module in engine.s_model.model.modules() if isinstance(module, torch.nn.Linear)]
     weight = linears[0].weight
     inputs = {
@@ -117,7 +116,7 @@ Kind = tuple[int, bool]
 
 
 def report(engines: dict[Kind, LLMEngine], rows: int, rounds: int, steps: int) -> None:
-    """Print one block of lines for ``rows`` sequences."""
+    """Print S time beside bare products, and steps with CUDA graphs beside eager ones, for ``rows`` sequences."""
     for engine in engines.values():
         step_of(engine, rows, steps)
     one = engines[1, False]
@@ -146,7 +145,6 @@ def report(engines: dict[Kind, LLMEngine], rows: int, rounds: int, steps: int) -
 
 
 def main() -> None:
-    """Print the figures for every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--rows",

@@ -1,6 +1,6 @@
-"""int8 products, row kernels included, over packed bfloat16 products: python benchmarks/integer_products.py
+"""Compare int8 matrix products, row kernels included, with packed bfloat16 ones: python benchmarks/integer_products.py
 
-A B A B in one run, on one thread, by the thread's CPU time; the best of each counts.
+The two are measured in turn (A B A B) on one thread, in CPU time; the best time of each counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def best_seconds(ways: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 @torch.inference_mode()
 def main() -> None:
-    """Print a line per shape and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="number of repeats (15)")
     args = parser.parse_args()

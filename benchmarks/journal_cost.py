@@ -2,13 +2,13 @@
 
     python benchmarks/journal_cost.py [--rounds 5] [--rows 64] [--tokens 384] [--window 16] [--places folder r-workers]
 
-Each round runs every place once, with R-worker processes of its own. An engine decodes ``--rows`` sequences. It keeps
-its journal in the first and the last of every four windows of steps, so that drift, and the steps in which all rows
-need a new block, slow steps with and without a journal alike. The place ``neither`` keeps no journal in any window: its
-ratios show what chance does.
+Each round runs every place of a journal once, with new R-worker processes. An engine decodes ``--rows`` sequences. Of
+every four windows of steps, it keeps its journal in the first and the last. So a machine that gets slower, and steps in
+which all rows need a new block, affect steps with and without a journal alike. The place ``neither`` keeps no journal
+in any window: its ratios show what chance does.
 
-The first steps of all, and the first of each window, are not counted. "of steps": the time that steps waited for the
-journal, as the engine counts it.
+The first steps of all, and the first step of each window, are not counted. "of steps": the time that steps waited for
+the journal, as the engine counts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 
 
 class Run(NamedTuple):
-    """Milliseconds of full steps with the journal and without, and the share of these that waited for the journal."""
+    """Milliseconds of full steps with the journal and without.
+    ``share``: fraction of the former's time that writes took.
+    """
 
     with_it: list[float]
     without: list[float]
@@ -44,7 +46,7 @@ class Run(NamedTuple):
 
 @contextmanager
 def r_worker(threads: int) -> Iterator[str]:
-    """Start an R-worker as a process of its own; yield its address."""
+    """Start an R-worker in its own process; yield its address."""
     flags = ("--listen", "tcp://127.0.0.1:0", "--threads", str(threads), "--kv-cache-memory", "128MiB")
     started = subprocess.Popen([FASTDECODE, "r-worker", *flags], stdout=subprocess.PIPE, text=True)
     try:
@@ -76,7 +78,7 @@ def measure(place: str, args: argparse.Namespace, number: int) -> Run:
 
 
 def decode(engine: LLMEngine, place: str, args: argparse.Namespace) -> Run:
-    """Decode all rows, and keep the journal in two windows of four; return the times of full steps."""
+    """Decode all rows, with the journal in two of every four windows; return the times of full steps."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     for index in range(args.rows):
         engine.add_request(str(index), f"def function_{index}(x, y):", params)
@@ -97,7 +99,7 @@ def decode(engine: LLMEngine, place: str, args: argparse.Namespace) -> Run:
 
 
 def report(place: str, runs: list[Run]) -> None:
-    """Print the figures of all runs together, and the least and the largest figure of one run."""
+    """Print the figures of all runs together, and the smallest and largest figure of a single run."""
     ways = [("with it", [run.with_it for run in runs]), ("without", [run.without for run in runs])]
     for name, found in ways:
         steps = [each for one in found for each in one]
@@ -115,7 +117,6 @@ def report(place: str, runs: list[Run]) -> None:
 
 
 def p99(steps: list[float]) -> float:
-    """Return the 99th percentile of ``steps``."""
     return sorted(steps)[int(0.99 * len(steps))]
 
 

@@ -1,9 +1,9 @@
-"""The KV-Runahead paper's tables beside the performance model. python benchmarks/kv_runahead.py
+"""Compare the KV-Runahead paper's tables with the performance model: python benchmarks/kv_runahead.py
 
-A100s with float16, transformers' attention (the whole square of each part is multiplied, then masked) and products in
-PyTorch 2.0. Three figures are fitted: of one GPU alone (table 3, "base") seconds per token of the products and per pair
-of attention, and the floor under a forward, which launches kernels one by one from Python. Everything with several GPUs
-follows from the model: the chain, its partition, the ring of TSP, and links of 300, 10 and 1 GB/s.
+The paper has A100s with float16, transformers' attention (the whole square of each part is multiplied, then masked) and
+PyTorch 2.0. Three figures are fitted to one GPU alone (table 3, "base"): the products' seconds per token, attention's
+seconds per pair of a query and a key, and the least time of a forward, whose kernels Python launches one by one. All
+figures for several GPUs follow from the model: the chain, its partition, TSP's ring, and links of 300, 10 and 1 GB/s.
 """
 
 from __future__ import annotations
@@ -73,22 +73,20 @@ What explains the difference:
 
 @dataclass(frozen=True)
 class Launched:
-    """Products that take a fixed time per row, or the least time where that is more."""
+    """Times of products: a fixed time per row, but at least the time of launching the kernels."""
 
     row_seconds: float
     floor_seconds: float
 
     def layer_seconds(self, rows: float) -> float:
-        """Return the seconds of one layer."""
         return max(self.floor_seconds, rows * self.row_seconds)
 
     def head_seconds(self, rows: float) -> float:
-        """Return 0: the least time includes the head."""
+        """Return 0, since the least time of a forward includes the head."""
         return 0.0
 
 
 def main() -> None:
-    """Print the tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     row_seconds, pair_seconds = fit()
     print(f"Fitted on one A100: {row_seconds * 1e6:.1f} µs per token, {pair_seconds * 1e9:.2f} ns per pair, all layers")
@@ -103,7 +101,7 @@ def main() -> None:
 
 
 def fit() -> tuple[float, float]:
-    """Return seconds per token and per pair of Llama 7B, by least squares of relative errors."""
+    """Return Llama 7B's seconds per token and per pair, fitted by least squares of relative errors."""
     lengths, seconds = THOUSAND * np.array(list(ALONE), float), np.array(list(ALONE.values()))
     columns = np.stack([lengths, lengths**2], 1) / seconds[:, None]
     found = np.linalg.lstsq(columns, np.ones(len(seconds)))[0]
@@ -111,7 +109,7 @@ def fit() -> tuple[float, float]:
 
 
 def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds: float) -> PrefillTimes:
-    """Return the model of ``shape``, scaled from Llama 7B: products by parameters, attention by heads."""
+    """Return the times of ``shape``, scaled from Llama 7B: products by parameters, attention by heads."""
     llama = SHAPES["llama-7b"]
     products = shape.active_layer_parameters / llama.active_layer_parameters * row_seconds / llama.num_layers
     pair = pair_seconds / llama.num_layers * shape.num_heads / llama.num_heads
@@ -127,7 +125,7 @@ def a100s(shape: ModelShape, link: PrefillLink, row_seconds: float, pair_seconds
 
 
 def best_parts(model: PrefillTimes, num_tokens: int, num_gpus: int) -> tuple[int, ...]:
-    """Return the parts of KVR-S by the model, in strides of at least 32 tokens."""
+    """Return the parts that KVR-S finds with the model's times, in strides of at least 32 tokens."""
     start = balanced(model, num_tokens, num_gpus)
     return searched(lambda parts: model.chain_seconds(parts)[-1], start, least_stride=32)
 
@@ -159,7 +157,7 @@ def _print_slow_links(row_seconds: float, pair_seconds: float) -> None:
 
 
 def _slow(model: PrefillTimes, paper: float, num_tokens: int, num_gpus: int) -> str:
-    """Return the seconds of the overlapped chain, and of one that also waits for its last link."""
+    """Return, as text, the paper's seconds, the model's, and the model's if the link's transfers were not hidden."""
     parts = best_parts(model, num_tokens, num_gpus)
     seconds = model.chain_seconds(parts)[-1]
     fast = replace(model, link=FAST_LINK)

@@ -1,19 +1,19 @@
-"""The load-stabilizing schedule against whole waves, live: python benchmarks/load_stabilizing.py
+"""Compare the load-stabilizing schedule with whole waves, live: python benchmarks/load_stabilizing.py
 
-Equal requests with short prompts, several times as many as are in flight, run under ``request-level`` (all start
-together, wave after wave) and ``sls`` in two engines of one process, a few steps of one and then as many of the other,
-A B A B to the end: what the machine does meanwhile, it does to both. Compared are the same steps of both: from the
-second wave to the last. The S-worker computes on one core. The R-workers are stand-ins (``--stand-ins``, 8), which take
-a set time per cached token and layer and use no core. That time follows the S time of the last steps of both engines,
-so that R time equals S time at the mean load throughout, and is the same for both. Mark: steady tokens per second 1.10
-times those of waves (the ideal is 1.25).
+Equal requests with short prompts, several times as many as can run at once, run in two engines of one process. One uses
+``request-level`` (all requests start together, wave after wave), the other ``sls``. The engines take turns of a few
+steps, A B A B to the end, so that disturbances of the machine affect both. The same steps of both are compared, from
+the second wave to the last. The S-worker computes on one core. The R-workers are stand-ins (``--stand-ins``, 8), which
+use no core and take a set time per cached token and layer. That time follows the S time of both engines' last steps, so
+that R time equals S time at the mean load, and is the same for both. Goal: 1.10 times the steady tokens per second of
+waves (the ideal is 1.25).
 
-With two mini-batches the S-worker waits for the whole way S + R of a mini-batch, so every disturbance of either shows
-where R = S; with three the other two have S time to hide it. ``--mini-batches 2,3`` runs both; each is compared with
-waves of its own. ``--plot`` draws each schedule's steps.
+With two mini-batches the S-worker waits for both S and R of a mini-batch, so every disturbance shows if R = S. With
+three mini-batches the other two hide it. ``--mini-batches 2,3`` runs both numbers; each ``sls`` run is compared with
+waves of the same number. ``--plot`` draws each schedule's steps.
 
-With ``--stand-ins 0`` an R-worker attends on another core, as fast as it is: tune ``--intermediate`` until the S:R
-line says 1.0 within a tenth. On two cores S and R slow each other down, so that then little is gained.
+With ``--stand-ins 0`` a real R-worker attends on another core: tune ``--intermediate`` until the S:R line is within a
+tenth of 1.0. On two cores S and R slow each other down, so that little is gained.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GAIN = 1.10
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens per second; peak load; milliseconds of a mean step in its three states, and of the busiest R-worker."""
+    """Steady tokens per second; peak load; a mean step's milliseconds of S, wait and host; R-workers' milliseconds."""
 
     steady: float
     peak: int
@@ -66,7 +66,7 @@ class Figures:
 
 
 class Arm:
-    """One schedule's engine, with all requests queued."""
+    """The engine of one schedule, with all requests queued."""
 
     def __init__(self, schedule: str, folder: str, num_mini_batches: int, args: argparse.Namespace) -> None:
         self.schedule, self.args = schedule, args
@@ -90,7 +90,7 @@ class Arm:
         self.steps: list[StepRecord] = []
 
     def begin(self) -> None:
-        """Queue everything."""
+        """Queue all requests."""
         warm_up(self.engine, [WorkItem([1] * PROMPT_LEN, 2)])
         self.engine.replace_scheduler(Scheduler(SCHEDULES[self.schedule], self._limits()))
         self.engine.on_step = self.steps.append
@@ -101,14 +101,14 @@ class Arm:
             self.engine.add_request(f"{self.schedule}-{index}", prompt, params)
 
     def turn(self) -> None:
-        """Run a few steps."""
+        """Run this engine for a turn of TURN steps."""
         self.engine.world.clock.restart()
         for _ in range(TURN):
             self.engine.step()
 
     @property
     def full_steps(self) -> list[StepRecord]:
-        """The last steps with nearly all seats taken."""
+        """Return the last steps in which nearly the whole batch got tokens."""
         return [step for step in self.steps[-KEPT:] if step.num_output_tokens >= 0.9 * self.args.in_flight]
 
     def _limits(self) -> Limits:
@@ -122,12 +122,11 @@ class Arm:
 
 
 def mean_load(args: argparse.Namespace) -> int:
-    """Return KV tokens attended per step when all seats are taken by sequences of every age."""
+    """Return the KV tokens attended per step when the batch is full of sequences of every age."""
     return args.in_flight * (2 * PROMPT_LEN + args.output_len) // 2
 
 
 def main() -> None:
-    """Print every run, and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--stand-ins", type=int, default=8, metavar="N", help="number of stand-ins (8); 0: attention on another core"
@@ -153,7 +152,7 @@ def _round(folder: str, num_mini_batches: int, args: argparse.Namespace) -> tupl
     with ExitStack() as stack:
         cores, arms = os.sched_getaffinity(0), []
         for schedule in ("request-level", "sls"):
-            os.sched_setaffinity(0, cores)  # The engine made before took one of these cores.
+            os.sched_setaffinity(0, cores)  # An engine binds this thread to one core; the next one needs another.
             arms.append(Arm(schedule, folder, num_mini_batches, args))
             stack.callback(arms[-1].engine.close)
         _set_speed(arms, 1e-6)

@@ -1,21 +1,23 @@
-"""Many R-workers as even as one, in simulation: python benchmarks/many_r_workers.py
+"""Check in simulation that many R-workers are as evenly loaded as one: python benchmarks/many_r_workers.py
 
-The same total R speed in 1, 8, 32 and 128 R-workers and in 8 of speeds 1:2:3:4 twice, under every schedule, with equal
-(16 + 1,008 tokens) and mixed lengths (128 + 512, each by up to 80 % more or less); 1,024 seats, R time over S time 1
-with all of them taken. Together the R-workers, all of the same memory, hold twice what all seats need at mean full
-length, or at the longest for schedules that reserve that; a cached token moves in a millisecond (7B in 16 bits at 0.5
-GB/s). Marks: steady tokens per second within 3 % of one R-worker's, the busiest R-worker's time at most 1.05 times the
-mean's (1.10 with 128), no preemption. ``sls``, equal lengths: steady mean load at least 0.97 of its limit, peak at most
-0.56 of request-level's, steady tokens per second at least 1.18 times as many (1.10 with the presets of the paper's
-machine, each schedule with the number of mini-batches that is best for it); mixed: 0.95, and 1.02 times the best other
-schedule. Rows that miss a mark say so; exits with 1 then. ``--lengths`` and ``--fleets`` run a piece of it: comparisons
-are made where their rows are there. ``unknown``: mixed lengths that the scheduler does not know, only that outputs have
-at most twice the mean.
+Pools with the same total R speed are compared: 1, 8, 32 and 128 equal R-workers, and 8 with speeds 1:2:3:4 twice. Every
+schedule runs with equal lengths (16 + 1,008 tokens) and mixed ones (128 + 512, each up to 80 % more or less), with
+1,024 sequences at a time, at which R time equals S time. All R-workers have the same memory. Together they hold twice
+the cache of all sequences at mean full length, or at the longest length for schedules that reserve it. Moving a cached
+token takes a millisecond (7B in 16 bits at 0.5 GB/s).
 
-``--kv-replicas 2``: two copies, and twice the memory, without the schedules that have none (``--lengths mixed,unknown
---fleets 8,32 --schedules sls``). Marks: in every steady step the busiest R-worker's time at most 1.02 times the mean's,
-no preemption. ``--slow``: one R-worker is half as fast for a minute. Mark: the mean step of that minute takes at most
-1.1 times as long as with an ideal division by the speeds.
+Goals: steady tokens per second within 3 % of one R-worker's; the busiest R-worker's time at most 1.05 times the mean's
+(1.10 with 128); no preemption. For ``sls`` with equal lengths: steady mean load at least 0.97 of its limit, peak at
+most 0.56 of request-level's, steady tokens per second at least 1.18 times request-level's (1.10 with the presets of the
+paper's machine, each schedule with its best number of mini-batches). For ``sls`` with mixed lengths: 0.95 of the limit,
+and 1.02 times the best other schedule. Rows that miss a goal say so; the exit status is then 1. ``--lengths`` and
+``--fleets`` run a part of all; only schedules that were run are compared. ``unknown``: mixed lengths of which the
+scheduler knows only that outputs have at most twice the mean.
+
+``--kv-replicas 2``: two copies and twice the memory, without the schedules that cannot have copies (``--lengths
+mixed,unknown --fleets 8,32 --schedules sls``). Goals: in every steady step the busiest R-worker's time is at most 1.02
+times the mean's; no preemption. ``--slow``: one R-worker is half as fast for a minute. Goal: the mean step of that
+minute takes at most 1.1 times as long as if the load were divided by the speeds.
 """
 
 from __future__ import annotations
@@ -64,14 +66,13 @@ Key = tuple[str, str, str]
 
 
 def simulation_inputs(flags: str) -> SimulationInputs:
-    """Return what ``fastdecode simulate`` makes of ``flags``."""
+    """Return the inputs that ``fastdecode simulate`` reads from ``flags``."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     return read_simulation(parser.parse_args(["simulate", *flags.split()]))
 
 
 def report_of(inputs: SimulationInputs) -> dict[str, Any]:
-    """Return the report in the form of ``--output-json``."""
     return simulation_report(simulate(inputs, inputs.rate if inputs.rate else math.inf), inputs)
 
 
@@ -81,7 +82,7 @@ def simulated(flags: str) -> dict[str, Any]:
 
 
 def flags(lengths: str, fleet: str, schedule: str, kv_replicas: int = 1) -> str:
-    """Return flags of ``fastdecode simulate``."""
+    """Return the flags of ``fastdecode simulate`` for one run."""
     seconds, workload, full_lens, generations = LENGTHS[lengths]
     workers = 8 if ":" in fleet else int(fleet)
     speeds = " --r-worker-speeds 1,2,3,4,1,2,3,4" if ":" in fleet else ""
@@ -96,8 +97,9 @@ def flags(lengths: str, fleet: str, schedule: str, kv_replicas: int = 1) -> str:
 
 
 class SlowingMachine:
-    """A machine whose first R-worker is slow for a while. ``over_ideal``: seconds of each step then over those of the
-    same step with its load divided by the speeds."""
+    """A machine whose first R-worker is slow for a while.
+    ``over_ideal``: for each step of that time, its seconds divided by those with a load divided by the speeds.
+    """
 
     kv_bytes_per_token = KV_BYTES_PER_TOKEN
 
@@ -124,7 +126,7 @@ class SlowingMachine:
 
 
 def measure(key: Key, kv_replicas: int = 1, slow: bool = False) -> dict[str, Any]:
-    """Return steady figures of one run, with its peak load, preemptions and busiest R-worker."""
+    """Return the steady figures of one run, its peak load, its preemptions, and the busiest R-worker's time."""
     inputs = simulation_inputs(flags(*key, kv_replicas))
     if key[0] == "unknown":
         inputs = replace(inputs, workload=replace(inputs.workload, max_tokens=MOST_TOKENS))
@@ -141,7 +143,7 @@ def measure(key: Key, kv_replicas: int = 1, slow: bool = False) -> dict[str, Any
 
 
 def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_replicas: int) -> Iterator[str]:
-    """Yield how an R-worker among many is worse than one alone."""
+    """Yield which goals the run ``key`` misses. ``alone``: the same run with a single R-worker."""
     if alone and figures["tokens_per_second"] < 0.97 * alone["tokens_per_second"]:
         yield "below 0.97 of one R-worker's"
     over_ideal = figures["over_ideal"]
@@ -155,7 +157,7 @@ def misses(key: Key, figures: dict[str, Any], alone: dict[str, Any] | None, kv_r
 
 
 def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[str]:
-    """Yield lines of ``sls`` beside its limit and the other schedules, with one and with eight R-workers."""
+    """Yield lines that compare ``sls`` with its limit and with other schedules, for one and for eight R-workers."""
     marks = {"equal": (0.97, 1.18), "mixed": (0.95, 1.02)}.get(lengths)
     for fleet in ("1", "8"):
         if marks is None or any((lengths, fleet, name) not in found for name in SCHEDULES):
@@ -176,9 +178,8 @@ def against_others(lengths: str, found: dict[Key, dict[str, Any]]) -> Iterator[s
 
 
 def presets() -> Iterator[str]:
-    """Yield lines of the paper's machine, each schedule at its best number of mini-batches.
-
-    With two mini-batches a step near R = S waits for the way to R-workers and back. With three the S-worker reads the
+    """Yield lines for the paper's machine, each schedule with its best number of mini-batches.
+    With two mini-batches a step near R = S waits for the round trip to R-workers. With three the S-worker reads the
     weights once more.
     """
     machine = f"{PRESET} --random-input-len 16 --random-output-len 1008"
@@ -201,7 +202,6 @@ def _over_ideal(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="processes that simulate (2)")
     parser.add_argument("--lengths", default="equal,mixed", help="workloads, of equal, mixed and unknown (equal,mixed)")

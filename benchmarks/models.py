@@ -1,4 +1,4 @@
-"""Random-weight Llamas of given shapes, and engines over a stand-in R-worker."""
+"""Llamas of given shapes with random weights, and engines that run them over a stand-in R-worker."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def llama_folder(
     initializer_range: float = 0.02,
     heads: int | None = None,
 ) -> str:
-    """A folder with only a config.json: Llama's proportions at ``hidden``, heads of 64, ``group`` per KV head.
-
-    ``heads``: more than fit ``hidden`` make attention dear beside the rest.
-    ``initializer_range``: of the random weights; with 0.2 greedy tokens depend on all that came before.
+    """Return a folder with only a config.json: Llama's proportions for the width ``hidden``, and heads of 64 dims.
+    ``group``: query heads per KV head. ``heads``: more heads than ``hidden`` / 64 make attention expensive compared
+    with the rest. ``initializer_range``: of the random weights; with 0.2, greedy tokens depend on all tokens before
+    them.
     """
     heads = heads or hidden // 64
     config = {
@@ -66,5 +66,5 @@ def stand_in_engine(folder: str, rows: int, num_mini_batches: int, threads: int,
 
 
 def decode(engine: LLMEngine, rows: int, steps: int) -> ThroughputRun:
-    """Compute ``rows`` one-token prompts, then run ``steps`` decode steps; callers drop the first and the last."""
+    """Compute ``rows`` one-token prompts, then run ``steps`` decode steps. Callers drop the first and the last step."""
     return run_throughput(engine, [WorkItem([1], steps + 1) for _ in range(rows)])

@@ -1,7 +1,8 @@
-"""Does the pipeline hide an R-worker as slow as the S-worker? python benchmarks/overlap.py
+"""Measure whether two mini-batches hide an R-worker as slow as the S-worker: python benchmarks/overlap.py
 
-A stand-in R-worker sleeps the measured S time of one mini-batch and layer. With two mini-batches
-overlap_efficiency = max(s, r) / wall should be near 1, with one near 0.5. A B A B, medians over the rounds.
+A stand-in R-worker sleeps as long as the S-worker computes for one mini-batch and layer. With two mini-batches
+overlap_efficiency = max(s, r) / wall should be near 1, with one near 0.5. Both are run in turn (A B A B); medians over
+the rounds are printed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fastdecode.perfmodel.lab.measure.throughput_report import breakdown
 
 
 def segment_seconds(engine: LLMEngine, rows: int) -> float:
-    """Return the median S time of one mini-batch and layer, with an R-worker that answers at once."""
+    """Return the median S time of one mini-batch and layer, measured with an R-worker that answers at once."""
     engine.backend.call_seconds = 0.0
     engine.world.clock.recording = True
     decode(engine, rows, 3)
@@ -29,7 +30,7 @@ def segment_seconds(engine: LLMEngine, rows: int) -> float:
 
 
 def efficiency(engine: LLMEngine, rows: int, steps: int) -> tuple[float, float]:
-    """Return overlap_efficiency over the middle decode steps, and the S seconds of a layer that were set."""
+    """Return overlap_efficiency over the middle decode steps, and the seconds that the R-worker slept per layer."""
     assert isinstance(engine.backend, StandInBackend)
     segment = segment_seconds(engine, rows)
     engine.backend.call_seconds = segment
@@ -39,7 +40,6 @@ def efficiency(engine: LLMEngine, rows: int, steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the medians and every round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=64, help="sequences per mini-batch (64)")
     parser.add_argument(

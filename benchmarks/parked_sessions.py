@@ -1,12 +1,12 @@
-"""Time to the first token of a session's next turn, with its history on disk, in memory or computed again.
+"""Measure the time to first token of a session's next turn: history on disk, in memory, or recomputed.
 
 python benchmarks/parked_sessions.py [--sessions 1024:200 16384:6] [--r-workers spawn:1]
 
-A first engine, with R-workers of its own, answers each session and parks it as it ends. A second one, with new
-R-workers, answers the next turn of some of them: from the disk, and then once more from memory. A text of the same
-length that begins otherwise stands for a history that is computed. The three take turns, so that a machine whose speed
-drifts slows all of them. Then `fastdecode cache ls` and `verify` are timed over all files. The model is the demo model
-with longer positions, in float32. The disk is as warm as the first engine left it.
+A first engine, with its own R-workers, answers each session, and parks all of them when it ends. A second engine, with
+new R-workers, answers the next turn of some sessions: first from the disk, then once more from memory. A text of the
+same length with another beginning stands for a history that is recomputed. The three cases take turns, so that a slower
+machine affects all of them. Then `fastdecode cache ls` and `verify` are timed over all files. The model is the demo
+model with longer positions, in float32. The files may still be in the page cache, as the first engine left them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ def histories(num_tokens: int, count: int) -> list[list[int]]:
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
-    """Return the seconds to the first token, and the token."""
     start = time.perf_counter()
     [output] = llm.generate([{"prompt_token_ids": prompt}], FIRST_TOKEN, use_tqdm=False)
     return time.perf_counter() - start, output.outputs[0].token_ids[0]
 
 
 def answer(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the prompts with their answers."""
+    """Return the prompts, each followed by its answer."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], ANSWER, use_tqdm=False)
     return [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
 
@@ -82,10 +81,10 @@ def measure(args: argparse.Namespace, num_tokens: int, count: int) -> None:
                 memory, again = first_token(llm, [*prompt, 7])
                 computed, _ = first_token(llm, [255 - prompt[0], *prompt[1:], 7])
                 if not token == again == expected:
-                    raise SystemExit("the token of a session from disk is not that of the first engine")
+                    raise SystemExit("a session's tokens from disk, from memory and of the first engine differ")
                 rows.append((disk, memory, computed))
             if (counts.num_woken, counts.num_failed) != (len(rows), 0):
-                raise SystemExit(f"{counts} of {len(rows)} sessions")
+                raise SystemExit(f"not all of {len(rows)} sessions were loaded: {counts}")
             on_disk = sum(llm.engine.parking.parked_bytes.values()) if llm.engine.parking else 0
         report(num_tokens, count, rows, on_disk, f"answered in {answered:.1f} s, parked the last in {parked:.1f} s")
         print(f"  start {started:.2f} s, first step of all (in which R-workers list what they have) {listed:.2f} s")
@@ -93,7 +92,7 @@ def measure(args: argparse.Namespace, num_tokens: int, count: int) -> None:
 
 
 def look_at_files(folder: str) -> None:
-    """Time `fastdecode cache ls` and `verify` over all files, start of Python left out."""
+    """Time `fastdecode cache ls` and `verify` over all files, without the start of Python."""
     for action in ("ls", "verify"):
         start, said = time.perf_counter(), io.StringIO()
         with contextlib.redirect_stdout(said):

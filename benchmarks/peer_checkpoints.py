@@ -1,4 +1,4 @@
-"""Random bfloat16 models, and a Llama as its peers read it: W8A8 of compressed-tensors, and GGUF in Q8_0."""
+"""Writes random bfloat16 models, and a Llama in formats that vLLM (W8A8) and llama.cpp (GGUF, Q8_0) read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def saved_llama(kv_heads: int, layers: int, root: Path) -> str:
-    """Write a Llama of hidden size 1024, 16 heads and random weights, unless it is there; return its folder."""
+    """Return the folder of a Llama of hidden size 1024, 16 heads and random weights; write it if it is missing."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(llama_folder(1024, layers, group=16 // kv_heads))
@@ -31,7 +31,7 @@ def saved_llama(kv_heads: int, layers: int, root: Path) -> str:
 
 
 def saved_experts(layers: int, root: Path) -> str:
-    """Write ``layers`` random layers of Qwen3-30B-A3B with few tokens' embeddings, unless they are there."""
+    """Return a folder with ``layers`` random layers of Qwen3-30B-A3B and a small vocabulary; write it if missing."""
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -54,7 +54,6 @@ def _saved(config: Any, folder: Path) -> str:
 
 
 def tensors_of(folder: str) -> dict[str, torch.Tensor]:
-    """Return all weights of a checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         tensors |= load_file(file)
@@ -62,7 +61,7 @@ def tensors_of(folder: str) -> dict[str, torch.Tensor]:
 
 
 def write_w8a8(plain: str, root: Path) -> str:
-    """Write int8 weights with a scale per output, for rows that are quantized as they come; return the folder."""
+    """Write int8 weights with a scale per output row, for inputs that are quantized at run time; return the folder."""
     if (root / "config.json").exists():
         return str(root)
     packed: dict[str, torch.Tensor] = {}
@@ -89,7 +88,7 @@ def write_w8a8(plain: str, root: Path) -> str:
 
 
 def write_gguf(plain: str, file: Path) -> str:
-    """Write Q8_0 without a tokenizer, which llama.cpp's benchmark does not need; return the file's name."""
+    """Write a Q8_0 file without a tokenizer, which llama.cpp's benchmark does not need; return the file's name."""
     import gguf
 
     if file.exists():
@@ -101,7 +100,7 @@ def write_gguf(plain: str, file: Path) -> str:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors_of(plain).items():
         part = name.removesuffix(".weight")
-        # llama.cpp rotates neighbouring dims, and transformers rotates halves.
+        # Reorder rows: llama.cpp's rotary embedding pairs neighbouring dims, and transformers' pairs the two halves.
         if (kind := part.rpartition(".")[2]) in heads:
             halves = tensor.view(heads[kind], 2, -1, tensor.shape[1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)

@@ -1,12 +1,13 @@
-"""The cost of losing an R-worker: python benchmarks/recovery.py --kills 20
+"""Measure the cost of losing an R-worker: python benchmarks/recovery.py --kills 20
 
-64 greedy float32 sequences on three R-workers, of which one is killed with ``kill -9`` at a random token, in the middle
-of a step. Every sequence must get the tokens of an undisturbed run, whose two best tokens are nowhere closer than 1e-4,
-so that a wrong cache shows. With ``--stop 30`` it is stopped for so long instead, and then wakes. With
-``--tensor-parallel-size 2`` each of two ranks has three R-workers, and one of those of a random rank is killed.
+64 greedy float32 sequences run on three R-workers. One of these is killed with ``kill -9`` at a random token, in the
+middle of a step. Every sequence must get the same tokens as in an undisturbed run. There, the two best tokens always
+differ by at least 1e-4 in log-probability, so that a wrong cache would show. With ``--stop 30`` the R-worker is stopped
+for 30 s instead, and then wakes. With ``--tensor-parallel-size 2`` each of two ranks has three R-workers, and one
+R-worker of a random rank is killed.
 
-Printed for each: seconds from the kill to the last of the other sequences' next token, and to the last of the lost
-ones', which are computed again; and what as many tokens took as prompts at the start.
+Printed for each kill: seconds until all sequences without loss have their next token; seconds until all sequences that
+lost their cache have it, after recomputing; and how long as many tokens took as prompts at the start.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--threads"
 
 @dataclass
 class Blow:
-    """Kills R-worker ``victim`` in the step after the ``moment``-th token, or stops it for a while."""
+    """Kills R-worker ``victim`` in the step after the ``moment``-th token, or stops it for ``stop_seconds``."""
 
     process: int
     victim: int
@@ -55,7 +56,7 @@ class Blow:
     _tokens: int = 0
 
     def watch(self, engine: LLMEngine, record: StepRecord) -> None:
-        """Kill or stop the victim once it is time; called after each step."""
+        """Kill or stop the victim when its moment has come. Called after each step."""
         self._steps.append(record.wall_seconds)
         self._tokens += record.num_output_tokens
         if self._tokens >= self.moment and not self.lost:
@@ -73,7 +74,9 @@ class Blow:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds after the blow; ``prefill_seconds``: what the lost tokens would take as prompts."""
+    """Seconds from the kill to the next token.
+    ``prefill_seconds``: the time that the lost tokens would take as prompts.
+    """
 
     num_lost: int
     others_seconds: float
@@ -82,7 +85,6 @@ class Recovery:
 
 
 def main() -> None:
-    """Kill and compare; exit 1 if any token differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="number of kills (20)")
     parser.add_argument("--sequences", type=int, default=64, help="number of sequences (64)")
@@ -105,7 +107,7 @@ def main() -> None:
             spec, processes = stack.enter_context(three_workers(args.transport))
             ranks = {"tensor_parallel_size": args.tensor_parallel_size}
             engine = stack.enter_context(small_engine(folder, spec, **ranks))
-            own_pool = getattr(engine.backend, "pool", engine.backend)  # This is rank 0's own pool.
+            own_pool = getattr(engine.backend, "pool", engine.backend)
             groups = [processes or [worker.link.process.pid for worker in own_pool.workers]]
             groups += [_spawned(rank) for rank in psutil.Process().children() if rank.pid not in groups[0]]
             blow = Blow(rng.choice(groups)[victim], victim, moment, args.stop)
@@ -119,7 +121,7 @@ def main() -> None:
 
 
 def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """Return the tokens of an undisturbed run in this process; end the command where they would prove little."""
+    """Return the tokens of an undisturbed run in this process. Exit if a wrong cache might not change these tokens."""
     with small_engine(folder, "inproc") as engine:
         outputs = run_requests(
             engine, prompts, SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=2)
@@ -136,7 +138,7 @@ def _reference(folder: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def three_workers(transport: str) -> Iterator[tuple[str, list[int]]]:
-    """Yield the ``r_workers`` setting, and process ids where R-workers are started here."""
+    """Yield the ``r_workers`` setting for three R-workers, and the process ids of those started here."""
     if transport == "spawn":
         yield "spawn:3", []
         return
@@ -160,7 +162,7 @@ def listening_workers() -> Iterator[tuple[str, list[int]]]:
 
 @contextlib.contextmanager
 def small_engine(folder: str, r_workers: str, **settings: Any) -> Iterator[LLMEngine]:
-    """Yield an engine in float32, or as ``settings`` say, with 256 MiB on each of ``r_workers``."""
+    """Yield an engine in float32, unless ``settings`` say otherwise, with 256 MiB on each of ``r_workers``."""
     here = ":" not in r_workers or r_workers.startswith(("spawn", "inproc"))
     memory: dict[str, Any] = {"kv_cache_memory": "256MiB", "r_threads": 1} if here else {}
     settings = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True} | memory | settings
@@ -193,7 +195,7 @@ def _recovery(blow: Blow, outputs: list[RequestOutput]) -> Recovery:
 
 
 def _after(output: RequestOutput, moment: float) -> float:
-    """Return the seconds from ``moment`` to the next token; 0 where none was left to come."""
+    """Return the seconds from ``moment`` to the next token; 0 if no token was left to generate."""
     return next((seconds - moment for seconds in output.metrics.token_seconds if seconds > moment), 0.0)
 
 
@@ -207,7 +209,7 @@ def _summarise(found: list[Recovery], args: argparse.Namespace) -> None:
 
 
 def _spawned(rank: psutil.Process) -> list[int]:
-    """Return the R-workers of another rank, in the order in which it started them."""
+    """Return the process ids of the R-workers of another rank, in the order in which they were started."""
     return [child.pid for child in sorted(rank.children(), key=lambda child: child.create_time())]
 
 

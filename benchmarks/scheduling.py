@@ -1,7 +1,7 @@
-"""The scheduler's cost per step by the number of running sequences: schedule, commit, and their plan.
+"""Measure the scheduler's time per step by the number of running sequences: ``schedule``, ``commit``, and the plan.
 
-The load-stabilizing schedule is in its steady state: sequences of every age, some ending and as many starting in most
-steps, one R-worker per 512 sequences. Times are per step, without the engine's own bookkeeping of tokens.
+The load-stabilizing schedule is in its steady state: sequences have every age, and in most steps some end and as many
+start. There is one R-worker per 512 sequences. The engine's own work with tokens is not included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ PROMPT_LEN, OUTPUT_LEN = 64, 512
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--running",
@@ -45,7 +44,7 @@ def _row(running: int, args: argparse.Namespace) -> str:
 
 
 class Driver:
-    """Feeds a scheduler as an engine does; all requests wait from the start."""
+    """Calls a scheduler as an engine does. All requests wait from the start."""
 
     def __init__(self, schedule: str, running: int, prefix_caching: bool) -> None:
         workers = max(1, running // 512)
@@ -89,7 +88,7 @@ class Driver:
 
 
 def _measure(driver: Driver, num_steps: int) -> tuple[np.ndarray, float]:
-    """Return seconds [num_steps, 3] once the first sequences end, and mean starts per step."""
+    """Return the seconds of ``num_steps`` steady steps, [num_steps, 3], and the mean number of starts per step."""
     for _ in range(OUTPUT_LEN + 20):
         driver.step()
     results = [driver.step() for _ in range(num_steps)]

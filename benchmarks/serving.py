@@ -1,7 +1,7 @@
-"""The server's cost: the same requests through `fastdecode serve` and through `LLM.generate`, A B A B.
+"""Measure the server's cost: the same requests through `fastdecode serve` and `LLM.generate`, A B A B.
 
-python benchmarks/serving.py: tokens/s at full load, streamed and not (wanted: 0.90 of offline), and the time to the
-first token of an idle server (wanted: at most 1.2 times that of `LLM.generate`). The client shares the cores.
+python benchmarks/serving.py: tokens/s at full load, streamed and not (goal: 0.90 of offline), and the time to the first
+token of an idle server (goal: at most 1.2 times that of `LLM.generate`). The client shares the cores with the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXAMPLE = str(Path(__file__).resolve().parents[1] / "examples" / "llama-demo-sha
 
 
 class Answer(asyncio.Protocol):
-    """The lightest client: sends a request, and notes when the first and the last byte of its text came."""
+    """A client with little overhead: sends one request, and records the times of its first text and of its end."""
 
     def __init__(self, data: bytes, done: asyncio.Future[None]) -> None:
         self._data, self.done = data, done
@@ -36,24 +36,20 @@ class Answer(asyncio.Protocol):
         self.first_seconds = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         transport.write(self._data)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self.received += data
         if not self.first_seconds and (b"data: {" in data or b'"text"' in data):
             self.first_seconds = time.perf_counter()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio."""
         if not self.received.startswith(b"HTTP/1.1 200 "):
             raise SystemExit(f"the server answered: {bytes(self.received[:500])!r}")
         self.done.set_result(None)
 
 
 def main() -> None:
-    """Print every round and the ratios of the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder of a model (examples/llama-demo-shape, random weights)")
     parser.add_argument("--requests", type=int, default=128, help="number of requests (128)")
@@ -79,7 +75,7 @@ def main() -> None:
 
 
 def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:  # type: ignore[no-untyped-def]
-    """Print output tokens per second of all requests at once."""
+    """Send all requests at once; print output tokens per second of the server and of ``LLM.generate``."""
     rates: dict[str, list[float]] = {"offline": [], "streamed": [], "whole": []}
     for number in range(args.rounds + 1):
         for way, found in rates.items():
@@ -91,7 +87,7 @@ def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:
             else:
                 asyncio.run(ask(url, asked, args.output_len, way == "streamed"))
             rate = args.requests * args.output_len / (time.perf_counter() - start)
-            if number:  # The first round warms up.
+            if number:  # The first round only warms up.
                 found.append(rate)
                 print(f"{way}: {rate:.0f} output tokens/s", flush=True)
     for way in ("streamed", "whole"):
@@ -101,7 +97,7 @@ def compare_load(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:
 
 
 def compare_first_token(llm: LLM, url: str, prompts, args: argparse.Namespace) -> None:  # type: ignore[no-untyped-def]
-    """Print the seconds to the first token where nothing else runs."""
+    """Print the seconds to the first token of a single request."""
     seconds: dict[str, list[float]] = {"LLM.generate": [], "server": []}
     for number in range(args.first_tokens + 1):
         for way, found in seconds.items():
@@ -123,7 +119,7 @@ def compare_first_token(llm: LLM, url: str, prompts, args: argparse.Namespace) -
 
 
 async def ask(url: str, asked: list[list[int]], output_len: int, streamed: bool) -> list[float]:
-    """Send all requests at once; return when each one's first text came."""
+    """Send all requests at once; return when the first text of each arrived."""
     loop = asyncio.get_running_loop()
     answers: list[Answer] = []
     address = urlsplit(url)

@@ -1,7 +1,7 @@
 """Measure the speed of the simulator: python benchmarks/simulator.py
 
-Simulated steps per second of wall time with thousands of sequences in the steady state of ``sls`` (sequences of every
-age, some ending and as many starting in most steps), by number of R-workers.
+It is the number of simulated steps per second of real time, by number of R-workers. Thousands of sequences run under
+``sls`` in its steady state: they have every age, and in most steps some end and as many start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ SLACK = 1.05
 
 
 def main() -> None:
-    """Print a line per number of R-workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=4096, help="sequences that run at once (4096)")
     parser.add_argument("--r-workers", default="1,8,64,256", metavar="LIST", help="numbers of R-workers (1,8,64,256)")

@@ -1,13 +1,13 @@
-"""Does a server stay as it is for a long time? python benchmarks/soak.py --minutes 20
+"""Check that a server stays correct and its memory flat for a long time: python benchmarks/soak.py --minutes 20
 
-``fastdecode serve`` with one spawned R-worker and two that joined, at ``--part`` of the capacity that closed load finds
-first, or at ``--rate``. Requests of random lengths arrive at random; one in ten is given up by its client at a random
-moment; once a minute a joined R-worker is killed with ``kill -9``, and another joins. The greedy float32 text of each
-prompt must be that of its first, undisturbed time.
+``fastdecode serve`` runs with one spawned R-worker and two that joined. Its capacity is measured first, with a fixed
+number of requests at a time; the load is the fraction ``--part`` of it, or ``--rate``. Requests of random lengths
+arrive at random. The client aborts one in ten at a random moment. Once a minute a joined R-worker is killed with ``kill
+-9``, and another joins. The greedy float32 text of each prompt must equal the text of its first, undisturbed run.
 
-Printed each minute: requests, tokens per second, R-workers, and memory of the server's process. At the end: lost
-requests (neither given up nor ended with all their tokens), texts that differ, KV blocks still held, and the memory's
-growth from the second third of the time to the last. Exits with 1 where one of these is not as it should be.
+Printed each minute: requests, tokens per second, R-workers, and the memory of the server's process. Printed at the end:
+lost requests (not aborted, but without all their tokens), texts that differ, KV blocks still in use, and how much
+memory grew from the second third of the time to the last. The exit status is 1 if one of these is wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAMPLE_SECONDS = 5.0
 
 @dataclass
 class Soak:
-    """A server under load, with counts of what happened to it."""
+    """A server under load, and counts of requests by their outcome."""
 
     url: str
     process: psutil.Process
@@ -58,7 +58,7 @@ class Soak:
 
     @property
     def target(self) -> Target:
-        """Requests that are greedy and ignore the end of text."""
+        """Return the server as a target for greedy requests that ignore the end token."""
         return Target(f"{self.url}/v1/completions", "soak", body={"temperature": 0, "ignore_eos": True})
 
     def join(self) -> None:
@@ -68,7 +68,7 @@ class Soak:
         self.joined.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     async def request(self, client: aiohttp.ClientSession, rng: random.Random, aborts: bool) -> None:
-        """Send one request of the set; read its answer to the end, or leave within it."""
+        """Send one of the requests and read its answer to the end. With ``aborts``, sometimes abort it before."""
         index = rng.randrange(len(self.items))
         item, request = self.items[index], ServedRequest(0)
         patience = rng.uniform(0, 5) if aborts and rng.random() < ABORTED_PART else None
@@ -86,7 +86,9 @@ class Soak:
         self.counts["differ"] += self.texts.setdefault(index, request.text) != request.text
 
     async def measure_capacity(self, seconds: float) -> float:
-        """Return requests per second while a fixed number is under way; first, get the texts of all prompts."""
+        """Record the texts of all prompts.
+        Then return the requests per second with a fixed number of requests at a time.
+        """
         rng = random.Random(1)
         async with session(self.target) as client:
             order = iter(range(len(self.items)))
@@ -109,7 +111,7 @@ class Soak:
             return (self.counts["ended"] - before) / (time.monotonic() - start)
 
     async def load(self, rate: float, seconds: float) -> None:
-        """Send Poisson arrivals for so long, and wait for the last request to end."""
+        """Send requests at random times (Poisson) for ``seconds``, and wait until the last has ended."""
         rng, tasks, end = random.Random(2), set(), time.monotonic() + seconds
         async with session(self.target) as client:
             due = time.monotonic()
@@ -161,7 +163,7 @@ class Soak:
         return found
 
     async def held(self) -> Counter[str]:
-        """Return the metrics once nothing runs, or after half a minute."""
+        """Return the metrics when no request runs and no block is in use, or after half a minute."""
         for _ in range(60):
             told = await self.metrics()
             if not told["num_requests_running"] + told["num_requests_waiting"] + told["r_worker_kv_blocks_used"]:
@@ -171,7 +173,7 @@ class Soak:
 
 
 def main() -> int:
-    """Return 0 where no request was lost or differed, no block is held and memory is flat."""
+    """Return 0 if no request was lost or differed, no block is in use, and memory did not grow; else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=20, help="minutes under load (20)")
     parser.add_argument("--part", type=float, default=0.8, help="load, as a part of the capacity (0.8)")
@@ -195,7 +197,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def report(soak: Soak, told: Counter[str]) -> int:
-    """Print the verdict; return 1 where any check fails."""
+    """Print the results; return 1 if any check fails."""
     third = max(1, len(soak.megabytes) // 3)
     first, last = statistics.median(soak.megabytes[third : 2 * third]), statistics.median(soak.megabytes[-third:])
     blocks, growth = told["r_worker_kv_blocks_used"], last / first - 1
@@ -210,7 +212,7 @@ def report(soak: Soak, told: Counter[str]) -> int:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Soak]:
-    """Yield a server of the demo model, and two R-workers that have joined it."""
+    """Start a server of the demo model, and two R-workers that join it; yield its ``Soak``."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         pool = f"127.0.0.1:{free_port()}"
@@ -236,7 +238,7 @@ async def serving() -> AsyncIterator[Soak]:
 
 
 def random_items() -> list[WorkItem]:
-    """Return prompts of bytes, each with the number of tokens that follow."""
+    """Return random prompts for the byte-level model, each with a number of tokens to generate."""
     rng = random.Random(0)
     return [
         WorkItem(

@@ -1,10 +1,10 @@
-"""The cost of a token whose attention reads what an index picks: python benchmarks/sparse_attention.py
+"""Measure the cost of a token that attends to the tokens an index picks: python benchmarks/sparse_attention.py
 
 One decode of one layer over random rows of a long sequence, on one R-worker in this process, at DeepSeek-V3.2's shape
 (64 index heads of 128 dims, 2,048 tokens picked; 128 query heads over latent rows of 576) and at MiniMax-M3's (4 index
 heads of 128 dims, 16 blocks of 128 tokens picked per KV head; 64 query heads, 4 KV heads of 128 dims), in bfloat16.
-Printed for each length: milliseconds of the index's scan and of attention, medians; GB/s of what each reads, beside
-reads of the same pieces in random order; the share of the multiply-add peak; and that of the lower of both.
+Printed for each length: milliseconds of the index's scan and of attention, as medians; GB/s that each reads, and GB/s
+of the same pieces read in random order; each one's fraction of the multiply-add peak, and of the roofline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ BLOCK_SIZE, APPENDED, PEAK_BYTES = 128, 1 << 14, 1 << 28
 
 
 def main() -> None:
-    """Fill, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to measure (all)")
     parser.add_argument("--tokens", nargs="+", type=int, default=[65_536, 1_048_576], help="lengths (65536 1048576)")
@@ -56,7 +55,7 @@ def main() -> None:
 def measured(
     layers: tuple[Layer, ...], num_tokens: int, options: argparse.Namespace, peaks: _rworker.Peaks
 ) -> dict[str, float]:
-    """Return the figures of one shape and length."""
+    """Return the figures of one shape and one sequence length."""
     rng = np.random.default_rng(1)
     worker = _rworker.RWorker(
         layers=list(layers),
@@ -104,7 +103,7 @@ def measured(
 def _step(
     worker: _rworker.RWorker, layers: Sequence[Layer], rng: np.random.Generator, span: tuple[int, int, int, int]
 ) -> list[float]:
-    """Run one step of random rows; return the seconds of each layer."""
+    """Run one step with random rows for ``span``; return the seconds of each layer."""
     _, _, count, attends = span
     worker.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     seconds = []
@@ -112,12 +111,12 @@ def _step(
         q = rows(rng, count * attends, layer.num_heads, layer.query_dim)
         fresh = (
             count if layer.ranks_tokens or attends else APPENDED // 64
-        )  # Of equal index keys the first ones would be picked.
+        )  # Index keys must differ, or the first would be picked.
         k, v = (
             np.resize(rows(rng, fresh, layer.num_kv_heads, dim), (count, layer.num_kv_heads, dim))
             for dim in (layer.key_head_dim, layer.stored_value_dim)
         )
-        if layer.query_dim > layer.key_head_dim:  # These are the bits of 1.0.
+        if layer.query_dim > layer.key_head_dim:  # 0x3F80 is 1.0 in bfloat16.
             q[..., layer.key_head_dim :] = (0, 0x3F80)
         o = np.empty((len(q), layer.num_heads, layer.value_head_dim), np.uint16)
         start = time.perf_counter()
@@ -128,7 +127,7 @@ def _step(
 
 
 def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Return numbers between 0.5 and 2 of both signs, as the bits of bfloat16."""
+    """Return random numbers between 0.5 and 2, of both signs, as bfloat16 bits."""
     return rng.integers(0x3F00, 0x4000, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
 
 

@@ -1,4 +1,4 @@
-"""R-workers that only take time: they answer zeros after a given delay, one call after another."""
+"""R-workers that only take time: they answer with zeros after a given delay, one call after another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ NUM_BLOCKS = 1 << 24
 
 
 class StandInBackend(InstantBackend):
-    """``AttentionBackend`` whose R-workers use no core.
-
-    Each is busy for ``call_seconds``, and ``seconds_per_token`` for every cached token that it attends, after its call
-    before; o is there when the last of them is done.
+    """An ``AttentionBackend`` whose stand-in R-workers use no core.
+    Each R-worker is busy with a call for ``call_seconds``, plus ``seconds_per_token`` for every attended cached token.
+    It begins a call when the last one is done. The result is ready when all R-workers are done.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class StandInBackend(InstantBackend):
 
     def collect(self, mini_batch: int) -> np.ndarray:
         while (left := self._end[mini_batch] - time.perf_counter()) > 0:
-            time.sleep(max(0.0, left - TIMER_SECONDS))  # Then spin, since a timer may fire this much late.
+            time.sleep(max(0.0, left - TIMER_SECONDS))  # Busy-wait for the rest: timers fire late.
         return self._rows[mini_batch]
 
     def end_step(self) -> StepReport:
@@ -70,16 +69,14 @@ class StandInBackend(InstantBackend):
 
 
 def _attended(spans: np.ndarray) -> int:
-    """Return the cached tokens that a mini-batch's SPAN records attend on one R-worker."""
+    """Return how many cached tokens the SPAN records of a mini-batch attend to on one R-worker."""
     return int(((spans["context_len"] + spans["num_rows"]) * (spans["mode"] > 0)).sum())
 
 
 class MortalStandIns(StandInBackend):
-    """Stand-ins that are lost, join, drain and become slow when ``events`` say, from ``begin`` on.
-
-    A cached token goes from one to another in ``seconds_per_moved_token``; ``moved_tokens`` took
-    ``moving_seconds``. Machines have numbers; the one that joins
-    takes whatever place is vacant.
+    """Stand-in R-workers that are lost, join, drain and become slow at the times of ``events``.
+    Copying a cached token takes ``seconds_per_moved_token``. ``moving_seconds``: time of all copies; ``moved_tokens``:
+    their tokens. Each stand-in has a fixed number; one that joins takes any vacant index.
     """
 
     def __init__(self, num_workers: int, seconds_per_token: float, seconds_per_moved_token: float) -> None:
@@ -89,7 +86,7 @@ class MortalStandIns(StandInBackend):
         self.begin([])
 
     def begin(self, events: list[WorkerEvent]) -> None:
-        """Let events happen from now on, in seconds from now; all R-workers have their first speed again."""
+        """Start the clock of ``events``, whose times count from now, with all R-workers at their initial speed."""
         self._timeline, self._began = Timeline(events), time.perf_counter()
         self.moving_seconds, self.moved_tokens = 0.0, 0
         self._slowness: dict[int, float] = {}

@@ -1,10 +1,10 @@
-"""One decode step of a recurrent layer over the states of many sequences, beside a loop that reads and writes as much.
+"""Compare a decode step of a recurrent layer over many sequences' states with a loop that reads and writes as much.
 
-Gated delta rule (32 heads of 128 x 128, as Qwen3-Next has them) and Mamba-2's scan (80 heads of 128 x 64), in turns
-with numpy multiplying an array of the states' size by a constant in place, in as many threads, and one that is larger
-by what the convolution and the rows read and write. Prints the R-worker's GB/s, counting each state once read and once
-written, and the median of its ratios to both loops; and how many times as long a step takes where each step's rows are
-kept until the next one, as R-workers of ``--keep-session`` do.
+The layers are the gated delta rule (32 heads of 128 x 128, as in Qwen3-Next) and Mamba-2's scan (80 heads of 128 x 64).
+In turn with them, as many threads multiply numpy arrays by a constant in place: an array of the states' size, and a
+larger one that includes the bytes of the convolution and of the rows. Printed: the R-worker's GB/s, counting each state
+once read and once written; the median of its ratios to both loops; and how many times longer a step takes if each
+step's rows are kept until the next one, as by R-workers with ``--keep-session``.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def main() -> None:
 def times(
     kind: str, threads: int, args: argparse.Namespace
 ) -> tuple[list[float], list[float], list[float], list[float], int]:
-    """Return seconds, measured in turns, and the bytes of all states.
-
-    The seconds are of the R-worker's steps, of the loop, of the loop over all bytes, and of steps whose rows are kept.
+    """Return four lists of seconds, measured in turns, and the bytes of all states.
+    The lists are: steps of the R-worker, the loop over the states, the loop over all bytes, and steps whose rows are
+    kept.
     """
     heads, groups, key_dim, value_dim = SHAPES[kind]
     num_bytes = args.num_sequences * heads * key_dim * value_dim * WIRE_DTYPE[args.dtype].itemsize
     channels, outputs = heads * value_dim + 2 * groups * key_dim, heads * value_dim
-    # Per channel: its window is read, a row of it written, and its filter and input are read.
+    # Elements per channel: the window is read, one row of it written, and the filter and the input are read.
     beside = (TAPS - 1) + 1 + TAPS + 1
-    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # A loop reads and writes each of its bytes.
+    more = args.num_sequences * 4 * (beside * channels + outputs) // 2  # // 2: the loop reads and writes each byte.
     arrays = [np.ones((threads, size // 4 // threads), np.float32) for size in (num_bytes, num_bytes + more)]
     step, kept = (decode_steps(kind, threads, args.num_sequences, args.dtype, keeps) for keeps in (False, True))
     with ThreadPoolExecutor(threads) as pool:
@@ -81,7 +81,7 @@ def times(
 def decode_steps(
     kind: str, threads: int, num_sequences: int, dtype: str, keeps: bool, num_tokens: int = 1
 ) -> Callable[[], None]:
-    """Return a function that appends ``num_tokens`` to every sequence of an R-worker with this layer's states only."""
+    """Return a function that appends ``num_tokens`` tokens to each sequence of an R-worker with one such layer."""
     heads, groups, key_dim, value_dim = SHAPES[kind]
     channels = heads * value_dim + 2 * groups * key_dim
     random = np.random.default_rng(1)

@@ -1,6 +1,6 @@
-"""S time of decode steps of two ranks over one: python benchmarks/tensor_parallel.py
+"""Measure the S time of decode steps with two ranks, divided by one rank's: python benchmarks/tensor_parallel.py
 
-A B A B in one run, one thread each. S time is what the engine's records call so, all-reduces included, attention not.
+The two are run in turn (A B A B), with one thread per rank. S time includes all-reduces, but not attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def s_seconds(folder: str, ranks: int, rows: int, steps: int) -> float:
 
 
 def main() -> None:
-    """Print every measurement, and the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size (2048)")
     parser.add_argument("--rows", type=int, default=256, help="sequences of a step (256)")

@@ -1,14 +1,14 @@
-"""Print what a layer's way to an R-worker and back takes: its round trip less the R-worker's busy time.
+"""Measure a layer's time on the way to an R-worker and back: the round trip without the R-worker's busy time.
 
     python benchmarks/transport.py --payload-kb 1,64,1024 --pause-us 0,500
     mpirun -n 1 python benchmarks/transport.py --transports mpi : \
       -n 1 fastdecode r-worker --transport mpi --cores 1 --threads 1 --kv-cache-memory 1GiB
 
-The S side runs on the first core, and one R-worker with one thread on the last. ``--pause-us``: for how long the S side
-is away between layers, as it is when it computes. Transports take turns, and every turn measures all of them. TCP is on
-loopback: without a key, with a key and clear data (``--security authenticate``), and with CURVE.
+The S side runs on the first core, and one R-worker with one thread on the last. ``--pause-us``: pause of the S side
+between layers, as if it computed. The transports take turns. TCP is on loopback: without a key, with a key and
+unencrypted data (``--security authenticate``), and with CURVE.
 
-``there``: from submit to the busy start. ``back``: from the busy end to the collected o.
+``there``: from submit to the beginning of the R-worker's work. ``back``: from its end to the collected output.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from fastdecode.kinds.layout import KVLayout
 NUM_LAYERS = 32
 LAYER = Dense(4, 4, 64, 64, 0.1)
 LAYOUT = KVLayout((LAYER,) * NUM_LAYERS, "float32", "float32")
-ROW_BYTES = 3 * 4 * 64 * 4  # q, k and v
+ROW_BYTES = 3 * 4 * 64 * 4  # float32 q, k and v of 4 heads of 64 dims
 CACHE_BYTES = 1 << 30
 BLOCK_SIZE = 32
 
 
 def main() -> None:
-    """Print a row per transport, payload and pause."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--payload-kb", default="1,64,1024", metavar="LIST", help="of q, k and v together")
     parser.add_argument("--pause-us", default="0,500", metavar="LIST")
@@ -77,8 +76,7 @@ def main() -> None:
 
 
 def step(backend: PoolBackend, num_rows: int, pause_seconds: float) -> np.ndarray:
-    """Return the seconds of each layer's ways there and back, float64 [2, num_layers - 1].
-
+    """Return the seconds that each layer is on the way there and back, float64 [2, num_layers - 1].
     Every sequence attends to one token. The first layer is left out, since an R-worker makes new blocks for it.
     """
     spans = np.array([(sequence_id, 0, 1, 1) for sequence_id in range(num_rows)], SPAN)
@@ -101,7 +99,7 @@ def step(backend: PoolBackend, num_rows: int, pause_seconds: float) -> np.ndarra
 
 @contextlib.contextmanager
 def backends(core: int) -> Iterator[dict[str, PoolBackend]]:
-    """Yield a backend of each transport, by name, with its R-worker on ``core``."""
+    """Yield one backend per transport, by name; its R-worker runs on ``core``."""
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         key = folder / "key"

@@ -1,7 +1,7 @@
-"""A stream that outlives its server: python examples/reconnect.py http://127.0.0.1:8000/v1/completions
+"""A stream that survives a server's restart: python examples/reconnect.py http://127.0.0.1:8000/v1/completions
 
-The server runs with ``--journal FOLDER``. Each event has an id, and a client that comes back with the last one gets the
-rest.
+The server runs with ``--journal FOLDER``. Each event has an id. A client that reconnects with the last id that it has
+seen gets the rest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 
 
-# %% The client. By the request's own id the server knows a repeated request for the same one.
+# %% The client. It sends the same request id each time, so that the server knows that the request is not new.
 def stream(url: str, body: bytes) -> Iterator[dict[str, Any]]:
-    """Yield each event of the answer once, over as many connections as it takes."""
+    """Yield each event of the answer once. Reconnect as often as the connection breaks."""
     headers, event_id = {"content-type": "application/json", "x-request-id": uuid.uuid4().hex}, ""
     while True:
         try:
@@ -38,7 +38,7 @@ def stream(url: str, body: bytes) -> Iterator[dict[str, Any]]:
         time.sleep(0.5)
 
 
-# %% Kill the server meanwhile, and start it again: the stream continues.
+# %% Kill the server while this runs, and start it again: the stream continues.
 if __name__ == "__main__":
     signal.alarm(600)
     asked = {"prompt": "def read_lines(self, path):\n", "max_tokens": 200, "temperature": 0, "stream": True}

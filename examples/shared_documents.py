@@ -1,12 +1,12 @@
-"""Questions about the same documents share their cache: python examples/shared_documents.py
+"""Questions about the same document share its cache: python examples/shared_documents.py
 
-Retrieval puts a document before each question. Prompts that begin alike are computed once: a question that comes later
-forks the blocks of the document, and R-workers read them once for all questions that run together.
+Retrieval puts a document before each question. Tokens with which several prompts begin are computed once. A later
+question reuses the document's blocks, and R-workers read these once for all questions that run at the same time.
 """
 
 from __future__ import annotations
 
-# %% Two documents, of which a retriever would find one for each question.
+# %% Two documents. A retriever would find one of them for each question.
 import inspect
 import signal
 import sys
@@ -24,13 +24,13 @@ params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def prompt_of(document: str, question: str) -> str:
-    """Put the document first, since only beginnings are shared."""
+    """Return a prompt that begins with the document, since only beginnings of prompts are shared."""
     return f"{documents[document]}\n\n{question}\n    "
 
 
-# %% Each document is asked about three times; the first question of each computes it.
+# %% Three questions about each document. Its tokens are computed with the first of them.
 def ask(share: bool) -> tuple[list[str], int]:
-    """Return the answers, and how many tokens of prompts were computed for them."""
+    """Return the answers to all questions, and how many prompt tokens were computed."""
     computed: list[int] = []
     settings = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory": "64MiB", "r_workers": "inproc:2"}
     with LLM(enable_prefix_caching=share, **settings) as llm:
@@ -42,7 +42,7 @@ def ask(share: bool) -> tuple[list[str], int]:
     return texts, sum(computed)
 
 
-# %% The answers are the same to the token. What was saved is the documents' tokens after the first question.
+# %% The answers are the same with sharing. Later questions saved the computation of the documents' tokens.
 shared, num_shared = ask(True)
 alone, num_alone = ask(False)
 print(f"{num_shared} tokens of prompts computed, {num_alone} without sharing: {num_shared / num_alone:.2f} of them")

@@ -1,12 +1,13 @@
-"""One GPU and four spot hosts, of which two go while text is generated: python examples/spot_hosts.py
+"""One GPU and four spot hosts, two of which go while text is generated: python examples/spot_hosts.py
 
-The S-worker takes the GPU where there is one, and else this machine's CPU. R-workers ask to join, as they would from
-hosts that a cloud lends cheaply and takes back. Each sequence has two copies, so a host that vanishes costs no time.
+The S-worker runs on a GPU if there is one, else on this machine's CPU. R-workers ask to join, as they would from spot
+hosts, which a cloud rents out cheaply and takes back at any time. Each sequence has two copies, so that a lost host
+costs no time.
 """
 
 from __future__ import annotations
 
-# %% Four R-workers join at the S-worker's port. Beyond one machine give both sides `--key-file`.
+# %% Four R-workers join at the S-worker's port. On several machines, give both sides `--key-file`.
 import atexit
 import itertools
 import os
@@ -30,8 +31,8 @@ COMMAND = [sys.executable, "-m", "fastdecode.cli.main", "r-worker", "--join", do
 
 
 def new_host() -> subprocess.Popen[bytes]:
-    """A spot host, whose only process asks to join; it may be started before the S-worker, or later."""
-    own = os.environ | {"PYTHONSAFEPATH": "1"}  # fastdecode as it is installed, not the folder that Python starts in
+    """Start an R-worker that asks to join, in place of a spot host. It may start before the S-worker, or later."""
+    own = os.environ | {"PYTHONSAFEPATH": "1"}  # import the installed fastdecode, not this folder
     host = subprocess.Popen([*COMMAND, "--kv-cache-memory", "64MiB"], stdout=subprocess.DEVNULL, env=own)
     atexit.register(host.kill)
     return host
@@ -39,20 +40,20 @@ def new_host() -> subprocess.Popen[bytes]:
 
 hosts = [new_host() for _ in range(4)]
 
-# %% The S-worker waits until four have joined.
+# %% The S-worker waits until four R-workers have joined.
 prompts = [f"def {name}(self, path):\n    " for name in ("read", "write", "open", "close", "copy", "move")]
 params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 settings = {"dtype": "float32", "max_model_len": 128}
 llm = LLM(device="auto", r_workers="join:4", pool_listen=door, kv_replicas=2, **settings)
 engine = llm.llm_engine
-changes = engine.membership.changes  # counts R-workers that joined, left and were lost, and sequences that moved
+changes = engine.membership.changes  # counts of R-workers that joined, left or were lost
 
-# %% What the cloud does before a step: SIGTERM to the first host, a notice; and the second one vanishes without any.
+# %% Before step 6 the cloud sends the first host SIGTERM, a notice; before step 12 it takes the second without notice.
 CLOUD = {6: hosts[0].terminate, 12: hosts[1].kill}
 
 
 def generate(cloud: dict[int, Callable[[], None]]) -> list[str]:
-    """Return the texts of all prompts, step by step."""
+    """Return the texts of all prompts. ``cloud``: functions to call before steps, by the step's number."""
     texts: dict[str, str] = {}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
@@ -66,7 +67,7 @@ def generate(cloud: dict[int, Callable[[], None]]) -> list[str]:
 
 
 def look_until(happened: Callable[[], bool]) -> None:
-    """Let an idle engine look for hosts that leave and join, until ``happened``."""
+    """Let an idle engine check for hosts that leave or join, until ``happened`` returns True."""
     while not happened():
         engine.look_around()
         time.sleep(0.02)
@@ -76,7 +77,7 @@ disturbed = generate(CLOUD)
 look_until(lambda: changes.left > 0 and changes.lost > 0)
 print(f"{changes.left} R-worker left, {changes.lost} lost")
 
-# %% A new host joins, and takes its part of the same requests.
+# %% A new host joins, and gets a part of the sequences when the same requests run again.
 num_joined = changes.joined
 hosts.append(new_host())
 look_until(lambda: changes.joined > num_joined)

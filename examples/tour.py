@@ -22,7 +22,6 @@ NUM_TOKENS = 2  # One step computes the prompt, and one decodes.
 
 
 def main() -> None:
-    """Generate ``NUM_TOKENS`` tokens and print what crosses each border on the way."""
     signal.signal(
         signal.SIGALRM, lambda *_: sys.exit("no end within 5 minutes: `fastdecode doctor` says what is wrong")
     )
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def watch(engine: LLMEngine) -> None:
-    """Print at every border from here on."""
+    """From now on, print what crosses each border."""
     after(engine.scheduler, "schedule", lambda step: show_step(engine, step))
     before(engine.backend, "begin_step", show_plan)
     before(engine.backend, "submit", show_rows)
@@ -53,7 +52,7 @@ def watch(engine: LLMEngine) -> None:
 
 
 def before(owner: Any, name: str, show: Callable[..., None]) -> None:
-    """Have ``show`` see the arguments of ``owner``'s method ``name`` before each call."""
+    """Call ``show`` with the same arguments before each call of ``owner``'s method ``name``."""
     method = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +63,7 @@ def before(owner: Any, name: str, show: Callable[..., None]) -> None:
 
 
 def after(owner: Any, name: str, show: Callable[..., None]) -> None:
-    """Have ``show`` see the result of ``owner``'s method ``name`` after each call."""
+    """Call ``show`` with the result after each call of ``owner``'s method ``name``."""
     method = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -76,12 +75,12 @@ def after(owner: Any, name: str, show: Callable[..., None]) -> None:
 
 
 def numbers(values: Any) -> str:
-    """Return the first of ``values``, to three decimals."""
+    """Return the first few of ``values`` as text, to three decimals."""
     return ", ".join(f"{value:.3f}" for value in values[:3].tolist()) + ", …"
 
 
 def show_request(engine: LLMEngine) -> None:
-    """Print the request, and the sequence that the scheduler has of it."""
+    """Print the request, and its sequence in the scheduler."""
     request, (completion,) = engine.in_flight.family(0)
     params, sequence = request.params, completion.sequence
     print(f"Request        {request.request_id!r}: text {request.prompt!r}, temperature {params.temperature}, "
@@ -90,7 +89,7 @@ def show_request(engine: LLMEngine) -> None:
 
 
 def show_step(engine: LLMEngine, step: ScheduledStep) -> None:
-    """Print the chunks of a step, and where their sequences lie."""
+    """Print the chunks of a step, and which R-workers hold their sequences."""
     print("\n-- a step")
     for mini_batch in step.mini_batches:
         for chunk in mini_batch:
@@ -102,7 +101,7 @@ def show_step(engine: LLMEngine, step: ScheduledStep) -> None:
 
 
 def show_plan(plan: StepPlan) -> None:
-    """Print the records that each R-worker gets once in a step."""
+    """Print the records that are sent to each R-worker once per step."""
     for number, worker in enumerate(plan.workers):
         for spans in worker.mini_batches:
             for span in spans:
@@ -111,14 +110,14 @@ def show_plan(plan: StepPlan) -> None:
 
 
 def show_rows(mini_batch: int, layer: int, q: Any, k: Any, v: Any) -> None:
-    """Print the shapes of layer 0's q, k and v, as they leave the S-worker: [rows, heads, head_dim]."""
+    """Print the shapes of layer 0's q, k and v, as the S-worker sends them: [rows, heads, head_dim]."""
     if layer == 0:
         print(f"submit         mini-batch {mini_batch}, layer {layer}: q {q.shape}, k {k.shape}, v {v.shape}")
         print(f"               q of the last row, head 0: {numbers(q[-1, 0])}")
 
 
 def show_logits(answers: list[Any], logits: torch.Tensor) -> None:
-    """Print the o of every layer, [attending rows, heads, head_dim], and the logits, [1, rows, vocab_size]."""
+    """Print each layer's output of attention, [attending rows, heads, head_dim], and logits, [1, rows, vocab_size]."""
     print(f"collect        {len(answers)} layers of o {answers[0].shape}; the last, last row, head 0: "
           f"{numbers(answers[-1][-1, 0])}")  # fmt: skip
     answers.clear()
@@ -132,7 +131,7 @@ def show_sampled(sampled: Any) -> None:
 
 
 def show_report(report: StepReport) -> None:
-    """Print the R-workers' reports of a step with rows, and of the step without rows that sends the releases."""
+    """Print the R-workers' reports: of a step with rows, and of the last step, which only releases sequences."""
     print(f"StepReport     lost {report.lost}, leaving {report.leaving}")
 
 

@@ -1,7 +1,7 @@
-"""Twenty documents, one answer: which of them does it rest on?
+"""Find out which of twenty documents an answer is based on, from the attention of its tokens.
 
-``python examples/which_document.py "$(fastdecode get-model)"``: a chat model's folder, then the picture's file.
-R-workers compute attention beside the cache, so they can tell where each token of an answer looked.
+``python examples/which_document.py "$(fastdecode get-model)" PICTURE``: a chat model's folder, and a file to draw.
+R-workers compute attention beside the cache, so they can tell to which tokens each token of an answer attended.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ GREETING = "Say good morning, and nothing else."
 DOCUMENTS = [f"Document {number}: {text}\n" for number, (_, text) in enumerate(FACTS, 1)]
 
 
-# %% The conversation as tokens, and which document each token is of; -1: of none.
+# %% The conversation as tokens, and the document of each token; -1 for tokens outside all documents.
 def read_prompt(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
-    """Return the prompt's tokens and the document of each."""
+    """Return the prompt's tokens, and for each token the number of its document, or -1."""
     messages = [{"role": "user", "content": f"{''.join(DOCUMENTS)}\n{question}"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -57,9 +57,9 @@ def read_prompt(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
     return encoded["input_ids"], [number if number < len(DOCUMENTS) else -1 for number in numbers]
 
 
-# %% Blocks of one token, all of them, so that each share goes to the document it is of.
+# %% Sources are reported in blocks of one token, so that each block belongs to one document.
 def shares_of(sources: Sequence[Sequence[Any]], documents: Sequence[int]) -> np.ndarray:
-    """Return each answer token's share for each document, float64 [tokens, documents]; of all documents together 1."""
+    """Return each answer token's attention per document, float64 [tokens, documents]; each row sums to 1."""
     shares = np.zeros((len(sources), len(DOCUMENTS)))
     for row, blocks in zip(shares, sources, strict=True):
         for block in blocks:
@@ -68,9 +68,9 @@ def shares_of(sources: Sequence[Sequence[Any]], documents: Sequence[int]) -> np.
     return shares / shares.sum(1, keepdims=True)
 
 
-# %% Models look at some places by habit, such as the first. A greeting shows the habit, which is taken off.
+# %% Models attend to some tokens by habit, such as the first. A greeting shows the habit, which is then subtracted.
 def ask(llm: LLM, question: str) -> tuple[str, list[str], np.ndarray]:
-    """Return the answer, its tokens' texts, and each token's shares."""
+    """Return the answer, its tokens' texts, and each token's attention per document."""
     token_ids, documents = read_prompt(llm.get_tokenizer(), question)
     params = SamplingParams(temperature=0, max_tokens=24, attention_sources=1024, attention_source_block=1)
     (output,) = llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
@@ -79,9 +79,9 @@ def ask(llm: LLM, question: str) -> tuple[str, list[str], np.ndarray]:
     return answer.text.strip(), words, shares_of(answer.attention_sources, documents)
 
 
-# %% A strip per answer token, and the mean of all as bars.
+# %% A picture: a row per answer token, and bars with the mean of all rows.
 def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
-    """Draw the shares of all documents; matplotlib comes with ``pip install 'fastdecode[plot]'``."""
+    """Draw the attention per document. matplotlib comes with ``pip install 'fastdecode[plot]'``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,7 +102,7 @@ def draw(shares: np.ndarray, words: Sequence[str], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-# %% Ask, and tell.
+# %% Ask, draw the picture, and print a table.
 def main(model: str, path: str) -> None:
     with LLM(model, dtype="float32", max_model_len=2048, kv_cache_memory="256MiB") as llm:
         _, _, habit = ask(llm, GREETING)

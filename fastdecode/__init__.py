@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def not_installed() -> str:
-    """Return advice for a Python that imports the source folder, where the C++ part is missing; "" otherwise."""
+    """Return advice for a user who imports the source folder without having built its C++ part; "" if it is built."""
     from importlib.util import find_spec
     from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""What the S-part computes between its matrix products, in C++ (knows no torch).
+"""The S-worker's C++: norms and rotary embeddings between matrix products, and int8 products. It knows no torch.
 
-Rows are float32, or uint16 with the bits of bfloat16; all arrays C-contiguous but ``rotate``'s x. ValueError for a
-shape that does not fit or an unknown ``isa``, TypeError for another dtype.
+Rows are float32, or uint16 with the bits of bfloat16. All arrays are C-contiguous, except ``rotate``'s x. Functions
+raise ValueError for a shape that does not fit or an unknown ``isa``, and TypeError for another dtype.
 """
 
 import numpy as np
@@ -10,20 +10,21 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 def supported_isas() -> list[str]:
-    """Which of "scalar", "avx2" and "avx512" this CPU can run, best last."""
+    """Return which of "scalar", "avx2" and "avx512" this CPU supports, the best last."""
 
 def rms_norm(
     x: Rows, weight: npt.NDArray[np.float32], eps: float, round_first: bool, out: Rows, isa: str = "auto"
 ) -> None:
-    """``out`` = x / sqrt(mean(x²) + eps) · weight, x and out [rows, dim], weight [dim]; mean and scale in float32.
+    """Set ``out`` = x / sqrt(mean(x²) + eps) · weight, with mean and scale in float32.
 
-    ``round_first``: to the rows' dtype before the weight is applied.
+    ``x``, ``out``: [rows, dim]; ``weight``: [dim]. ``round_first``: round to the rows' dtype before the weight is
+    applied.
     """
 
 def rotate(x: Rows, cos: Rows, sin: Rows, out: Rows, isa: str = "auto") -> None:
-    """``out`` = x · cos + rotate_half(x) · sin; x and out [rows, heads, dim], cos and sin [rows, dim], dim even.
+    """Set ``out`` = x · cos + rotate_half(x) · sin; x and out [rows, heads, dim], cos and sin [rows, dim], dim even.
 
-    x may have gaps between its rows, nowhere else.
+    The rows of x may be apart in memory; each row is contiguous.
     """
 
 def multiply_in_order(
@@ -33,25 +34,28 @@ def multiply_in_order(
     threads: int = 1,
     isa: str = "auto",
 ) -> None:
-    """``out`` [rows, columns] = x · weightᵀ, each sum in one order of additions; weight [columns, width]."""
+    """Set ``out`` [rows, columns] = x · weightᵀ; weight [columns, width]. Each sum always has the same order."""
 
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float32]
 
 def integer_isas() -> list[str]:
-    """Which of "scalar", "avx2" and "avx512_vnni" this CPU can multiply integers with, best last."""
+    """Return with which of "scalar", "avx2" and "avx512_vnni" this CPU can multiply integers, the best last."""
 
 def use_openmp(region: int) -> None:
-    """Run what takes ``threads`` on the team of OpenMP's GOMP_parallel at this address; 0: on one thread."""
+    """Run functions with a ``threads`` argument on OpenMP's threads, by GOMP_parallel at address ``region``.
+
+    With 0 they run on one thread.
+    """
 
 def quantize(x: Rows, block: int, codes: Codes, scales: Floats, isa: str, threads: int) -> None:
     """Rotate ``x`` [rows, width] in blocks and quantize each row to ``codes`` [rows, width] times ``scales`` [rows]."""
 
 class IntegerWeights:
-    """The weights of a linear layer in int8, packed; rows are rotated and quantized as they are multiplied.
+    """The packed int8 weights of a linear layer. Its methods rotate and quantize rows before they multiply them.
 
     ``activation`` "silu" or "gelu_tanh": rows are [rows, 2 · width], gates first, and activation(gate) · value is
-    multiplied; "none": rows are [rows, width].
+    multiplied. "none": rows are [rows, width].
     """
 
     num_bytes: int
@@ -59,18 +63,18 @@ class IntegerWeights:
         """``codes`` [columns, width], rotated in blocks; ``scales`` and ``bias`` [columns]."""
 
     def unpack(self) -> Codes:
-        """The codes as they were given."""
+        """Return the codes from which the weights were made."""
 
     def multiply(self, x: Rows, out: Rows, activation: str, isa: str, threads: int) -> None:
-        """``out`` [rows, columns] = x · weights + bias."""
+        """Set ``out`` [rows, columns] = x · weights + bias."""
 
     def find_peaks(self, x: Rows, peaks: Floats, activation: str, isa: str, threads: int) -> None:
-        """The largest magnitude of each rotated row, by which it is quantized."""
+        """Set ``peaks`` to the largest magnitude of each rotated row, from which the row's scale follows."""
 
     def add_up(
         self, x: Rows, peaks: Floats, sums: npt.NDArray[np.int32], activation: str, isa: str, threads: int
     ) -> None:
-        """The exact sums [rows, columns] of rows that are quantized by ``peaks``."""
+        """Set ``sums`` [rows, columns] to the exact integer products of rows that are quantized by ``peaks``."""
 
     def scale(self, sums: npt.NDArray[np.int32], peaks: Floats, out: Rows, isa: str, threads: int) -> None:
-        """``out`` [rows, columns] of the sums of all ranks, and the bias."""
+        """Set ``out`` [rows, columns] to ``sums``, added over all ranks, times their scales, plus the bias."""

@@ -19,7 +19,7 @@ from fastdecode.sworker.model.tokenizer import HFTokenizer
 
 
 class LLM:
-    """A loaded model that generates text; a context manager. Arguments: every engine flag, with underscores."""
+    """A loaded model that generates text, a context manager. Arguments: every engine flag, with underscores."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         if model is not None:
@@ -46,11 +46,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all ``prompts``; return the finished outputs in the order of ``prompts``.
 
-        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params``: one for all, or one each. None uses the
-        model's generation_config.json. Bad input raises before anything runs. After a failure or Ctrl-C the engine has
-        no request of this call. ``lora_request`` must be None. ``prompt_token_ids``: prompts as token ids, alone or
-        with their texts in ``prompts``. ``use_tqdm``: also a function that makes the progress bar. ``vllms``: other
-        arguments of vLLM, which must have no effect.
+        A prompt is text, or ``{"prompt_token_ids": […]}``. ``sampling_params``: one for all prompts, or a list with one
+        each; None means the model's generation_config.json. All prompts are checked before any runs. After a failure or
+        Ctrl-C the engine aborts the requests of this call. ``prompt_token_ids``: prompts as token ids; ``prompts`` may
+        then be their texts. ``use_tqdm``: whether to show a progress bar, or a function that makes one.
+        ``lora_request`` must be None, and ``vllms``, other arguments of vLLM, must have no effect.
         """
         check_lora(lora_request)
         check_call(vllms)
@@ -111,7 +111,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as transformers has it. Raise ConfigError if it was not loaded."""
+        """Return the model's transformers tokenizer. Raise ConfigError if the engine runs without a tokenizer."""
         return self._tokenizer.hf
 
     @property
@@ -126,7 +126,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine that runs this model, under the name that vLLM gives it."""
+        """The engine that runs this model; the name is vLLM's."""
         return self.engine
 
     def reset_prefix_cache(self, **vllms: Any) -> bool:
@@ -174,12 +174,12 @@ class LLM:
 
 
 def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """Return one prompt per text, per list of token ids, or per pair of both.
+    """Return a list of prompts: each is a text, a list of token ids, or both if both arguments are given.
 
-    Raise ConfigError if the counts differ.
+    Raise ConfigError unless the numbers of texts and of token id lists are equal.
     """
     if prompts is None and prompt_token_ids is None:
-        raise ConfigError("generate: give prompts")
+        raise ConfigError("generate: give prompts or prompt_token_ids")
     texts: list[Any] = [] if prompts is None else [prompts] if _is_single(prompts) else list(prompts)
     if prompt_token_ids is None:
         return texts
@@ -188,7 +188,7 @@ def _batch(prompts: Any, prompt_token_ids: Any) -> list[Any]:
         return ids
     if len(texts) != len(ids) or not all(isinstance(each, str) for each in texts):
         raise ConfigError(
-            f"generate: {len(texts)} prompts and {len(ids)} prompt_token_ids: give a text for each, or none"
+            f"generate: {len(texts)} prompts and {len(ids)} prompt_token_ids: give equal numbers, or no prompts"
         )
     return [{"prompt": text, "prompt_token_ids": each} for text, each in zip(texts, ids, strict=True)]
 

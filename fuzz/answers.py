@@ -1,4 +1,4 @@
-"""The S-worker's side of a session with an R-worker, fed answers of any kind."""
+"""A fuzz target: the S-worker's side of a session with an R-worker whose answers the fuzzer makes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
 
 class AnswersRun:
-    """An S-worker's side: whatever an R-worker answers is used, refused, or makes that R-worker lost."""
+    """The S-worker's side of a session. It must use or refuse each answer, or drop the R-worker, but never crash."""
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -31,7 +31,7 @@ class AnswersRun:
         self._lease = LEASE if self._provider.ConsumeIntInRange(0, 1) else None
 
     def run(self) -> None:
-        """Check that only the documented errors come out of it."""
+        """Run a session to its end. Any error other than BackendError, CapacityError and ValueError is a bug."""
         worker = RemoteWorker("fuzzer", lambda: Link(self._channel), BLOCK_SIZE, self._lease)
         in_ranges = self._in_ranges
         plan = WorkerPlan(np.zeros(0, CONTROL), (np.array([(1, 0, 2, 1 + in_ranges)], SPAN),))
@@ -49,7 +49,7 @@ class AnswersRun:
             worker.end_step()
             times = worker.ended()
             if not np.isfinite(times.busy_start).all():
-                raise RuntimeError("a time is no number")
+                raise RuntimeError("a reported time is not finite")
             if worker.journal:
                 worker.journal.record(0, b"1234567")
                 worker.journal.recorded()
@@ -77,7 +77,7 @@ class AnswersRun:
         return [HEADER.pack(MAGIC, VERSION, *fields), body]
 
     def _expected(self) -> Kind:
-        """Return the kind of answer that the last question wants."""
+        """Return the kind of answer that fits the last request."""
         last = self._channel.answers[-1] if self._channel.answers else Kind.HELLO
         wanted = {Kind.HELLO: Kind.WELCOME, Kind.PING: Kind.PONG, Kind.PLAN: Kind.READY, Kind.PAYLOAD: Kind.OUTPUT}
         wanted |= {Kind.END: Kind.REPORT, Kind.EXPORT: Kind.EXPORTED, Kind.IMPORT: Kind.READY, Kind.DATA: Kind.IMPORTED}
@@ -86,7 +86,7 @@ class AnswersRun:
         return wanted.get(last, Kind.DATA)
 
     def _body(self, kind: Kind) -> bytes:
-        """Return a correct body, in most cases."""
+        """Return the body of an answer of this kind; in most cases it is correct."""
         provider = self._provider
         if kind is Kind.WELCOME:
             known = messages.fingerprint(self._layout, BLOCK_SIZE)

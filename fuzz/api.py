@@ -1,4 +1,4 @@
-"""The OpenAPI document of a running server under schemathesis: no answer may be a 500. python fuzz/api.py"""
+"""Check a running server's OpenAPI document with schemathesis: no answer may have status 500. python fuzz/api.py"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.servers import CHAT_TEMPLATE, serving  # noqa: E402
 
 
 def main() -> int:
-    """Return schemathesis' exit status: 1 when it found a 500."""
+    """Return schemathesis' exit status: 1 if any answer had status 500."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-examples", type=int, default=100, help="most examples per route and phase (100)")
     parser.add_argument("--max-time", type=int, default=420, help="most seconds of the whole run (420)")

@@ -1,4 +1,4 @@
-"""Shared by all targets that hold state: layouts, a reused R-worker, and a channel without a socket."""
+"""Parts that the session targets share: layouts, a reused R-worker, and a channel without a socket."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HELLOS = {layout: messages.encode_hello(Hello("fuzzer", layout, BLOCK_SIZE, LEAS
 
 
 class KeptWorker:
-    """An R-worker that is emptied instead of closed, since making one takes longer than all the rest."""
+    """An R-worker that is emptied and reused instead of closed, since making a new one takes most of the time."""
 
     kept: ClassVar[dict[Any, list[KeptWorker]]] = {}
 
@@ -69,52 +69,51 @@ class KeptWorker:
 
     @classmethod
     def make(cls, *key: Any) -> KeptWorker:
-        """Make or reuse an R-worker, with the arguments of ``make_rworker``."""
+        """Return an emptied R-worker with these arguments of ``make_rworker``, or make one."""
         kept = cls.kept.get(key)
         return kept.pop() if kept else cls(key)
 
     def close(self) -> None:
-        """Drop everything; raise RuntimeError if not every block is free then."""
+        """Release all sequences. Raise RuntimeError if blocks are then still in use."""
         with suppress(ValueError):
             self._worker.abandon_step()
         for sequence_id in IDS:
-            with suppress(KeyError, ValueError):  # ValueError means that weights of latents did not come.
+            with suppress(KeyError, ValueError):  # ValueError: the weights of latent layers are missing.
                 self._worker.begin_step(np.array([[Verb.RELEASE, sequence_id, 0, 0]], np.int64), [])
                 self._worker.end_step()
         left = self._worker.statistics()
         if left["sequences"] == 0 and (left["blocks_used"] or left["incoming"]):
-            raise RuntimeError(f"{left['blocks_used']} blocks are lost, or {left['incoming']} jobs")
+            raise RuntimeError(f"{left['blocks_used']} blocks and {left['incoming']} jobs remain without a sequence")
         if left["sequences"]:
-            self._worker.close()  # Only the fuzzer knows this name.
+            self._worker.close()  # A sequence has an id outside IDS, so it cannot be released here.
         else:
             self.kept.setdefault(self._key, []).append(self)
 
 
 class End(ConnectionError):
-    """The fuzzer has no more bytes."""
+    """Ends a session when the fuzzer's bytes are used up."""
 
 
 class FuzzChannel:
-    """``Channel`` whose messages are made as they are asked for, and that remembers the kinds of the answers."""
+    """A ``Channel`` that makes each message when it is received, and records the kinds of the answers."""
 
     def __init__(self, make: Callable[[], list[bytes]]) -> None:
         self._make, self._parts = make, list[bytes]()
         self.answers: list[Kind] = []
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Record the kind of the answer."""
         self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """Return the next message's first part."""
+        """Make the next message, and return its first part."""
         self._parts = self._make()
         return self._parts.pop(0)
 
     def read_into(self, buffer: Any) -> None:
-        """Read a whole part, as libzmq gives it."""
+        """Copy the next part into ``buffer``, which must have the same length, as with libzmq."""
         view = memoryview(buffer)
         if not self._parts or len(self._parts[0]) != view.nbytes:
-            raise FrameError("another length")
+            raise FrameError("the part has another length")
         data = self._parts.pop(0)
         if view.nbytes:
             view.cast("B")[:] = data

@@ -1,4 +1,4 @@
-"""An R-worker's KV port, fed frames of two peers."""
+"""A fuzz target: an R-worker's KV port, to which two peers send frames."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from fastdecode.core.types import Verb
 
 
 class FuzzListener:
-    """A port's listener: the parts of the current message, and the kinds of the answers."""
+    """The port's listener without a socket: holds the current message's parts, and records the kinds of the answers."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.answers: list[Kind] = []
 
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
-        """Record the kind of the answer."""
         self.answers.append(Kind(HEADER.unpack(bytes(parts[0]))[2]))
 
     def read_part(self, num_bytes: int) -> memoryview:
-        """Return a whole part, as libzmq gives it."""
+        """Return the next part, which must have ``num_bytes``, as with libzmq."""
         if not self.parts or len(self.parts[0]) != num_bytes:
-            raise FrameError("another length")
+            raise FrameError("the part has another length")
         return memoryview(self.parts.pop(0))
 
     def read_into(self, buffer: Any) -> None:
-        """Read a whole part into a buffer."""
+        """Copy the next part into ``buffer``."""
         memoryview(buffer)[:] = self.read_part(memoryview(buffer).nbytes)
 
 
 class FuzzPort(port.Port):
-    """A port without a socket and a thread."""
+    """A KV port without a socket or a thread."""
 
     def __init__(self, handle: port.Handler) -> None:
         self._listener: Any = FuzzListener()
@@ -49,19 +48,18 @@ class FuzzPort(port.Port):
         self._reader, self._gate, self._peers, self._logged = port.Reader(self._listener), None, {}, set()
 
     def send(self, identity: bytes, kind: Kind, *parts: Any, layer: int = 0) -> None:
-        """Answer at once."""
+        """Answer in this thread."""
         self._conversation(identity).send(kind, *parts, layer=layer)
 
     def take(self, identity: bytes, parts: list[bytes]) -> list[Kind]:
-        """Return the kinds of the answers to a message."""
+        """Receive a message of the peer ``identity``; return the kinds of the answers."""
         self._listener.parts, self._listener.answers = parts[1:], []
         self._receive(port.PeerChannel(self._listener, identity, parts[0]))
         return list(self._listener.answers)
 
 
 class KvPortRun:
-    """A KV port of an R-worker that waits for the rows of some sequences, one of which has a cached beginning.
-
+    """An R-worker's KV port that waits for the rows of some sequences; one sequence has a cached prefix.
     Two peers send frames, most of them correct.
     """
 
@@ -85,14 +83,14 @@ class KvPortRun:
         self._numbers = [0, 0]
 
     def _give_weights(self) -> None:
-        """Send the weights of latent layers, without which no step begins."""
+        """Set the weights of latent layers, without which an R-worker begins no step."""
         for number, layer in enumerate(self._layout.layers):
             if layer.weight_rows:
                 shape = layer.num_heads, *layer.weight_rows
                 self._worker.set_weights(number, 0, np.zeros(shape, WIRE_DTYPE[self._layout.model_dtype]))
 
     def run(self) -> None:
-        """Check that each frame is stored or refused as a set of rows says, and that whole jobs can be committed."""
+        """Check that only frames with missing rows are stored, and that only complete jobs can be committed."""
         data = np.zeros(self.SOURCE_TOKENS * self._layout.kv_bytes_per_token, np.uint8)
         self._worker.import_(self.SOURCE, self.SOURCE_TOKENS, data)
         self._control(*((Verb.FORK, job, self.SOURCE, begin) for job, begin, _ in self.JOBS if begin))
@@ -109,7 +107,7 @@ class KvPortRun:
                     raise
             else:
                 if not is_whole:
-                    raise RuntimeError("committed, and rows are missing")
+                    raise RuntimeError("a job was committed although rows are missing")
         self._worker.close()
 
     def _frame(self) -> None:
@@ -143,7 +141,7 @@ class KvPortRun:
         answers = self._port.take(bytes([peer]), [HEADER.pack(MAGIC, VERSION, *fields.values(), *lengths), *parts])
         answer = Kind.STORED if kind is Kind.KV else Kind.KV
         if answers != [answer if is_right else Kind.REFUSED]:
-            raise RuntimeError(f"{answers}, and the frame was {'right' if is_right else 'wrong'}")
+            raise RuntimeError(f"the answers to a {'right' if is_right else 'wrong'} frame were {answers}")
         self._missing -= rows if is_right and kind is Kind.KV else set()
         self._numbers[peer] += 1
 

@@ -1,4 +1,4 @@
-"""Messages with values replaced as a fuzzer's bytes say, and a channel that delivers them."""
+"""JSON messages in which the fuzzer replaces values, and a channel that delivers a message."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ ODD += ["", "float32", "int4", "\ud800", "\n", "x" * 5000, [], [[]], [1] * 5, {}
 
 
 class Message:
-    """``Channel`` with one message from a peer, which ignores the answers."""
+    """A ``Channel`` with a single message from a peer; answers are ignored."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self.parts = list(parts)
 
     def send(self, parts: Any) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """The first part."""
+        """Return the next part."""
         return self.parts.pop(0)
 
     def read_into(self, buffer: Any) -> None:
-        """Read a whole part, as libzmq gives it."""
+        """Copy the next part into ``buffer``, which must have the same length, as with libzmq."""
         if not self.parts or len(self.parts[0]) != memoryview(buffer).nbytes:
-            raise FrameError("another length")
+            raise FrameError("the part has another length")
         memoryview(buffer)[:] = self.parts.pop(0)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def mutated(data: bytes, good: bytes, finish: Callable[[Any], None] = lambda value: None) -> bytes:
-    """Return ``data``, or after a first byte of 1 the message ``good`` with some values replaced."""
+    """Return ``data`` itself; or, if its first byte is 1, the JSON message ``good`` with some values replaced."""
     if data[:1] != b"\x01":
         return data
     provider, value = atheris.FuzzedDataProvider(data[1:]), json.loads(good)

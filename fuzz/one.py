@@ -1,7 +1,7 @@
-"""One target under libFuzzer: ``python fuzz/one.py TARGET [libFuzzer's options] [CORPUS]``.
+"""Run one target under libFuzzer: ``python fuzz/one.py TARGET [libFuzzer's options] [CORPUS]``.
 
-It finds crashes, undocumented exceptions, and inputs that allocate too much memory: more than a frame may hold plus
-what the parser itself takes.
+It finds crashes, undocumented exceptions, and inputs that allocate too much memory: more than a frame may hold, plus
+the parser's own memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MOST_BYTES = frames.FRAME_LIMIT + (1 << 24)
 
 
 class Watched:
-    """A target whose memory is measured; the most that any input took is printed as it grows."""
+    """A target whose memory use is measured. Whenever an input needs more than all before, that is printed."""
 
     def __init__(self, target: Callable[[bytes], None]) -> None:
         self._target = target
         self._most = 1 << 20
 
     def __call__(self, data: bytes) -> None:
-        """Run the target, and raise RuntimeError if the input allocated too much at a time."""
+        """Run the target. Raise RuntimeError if the input needed too much memory at any time."""
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         self._target(data)
@@ -50,10 +50,9 @@ class Watched:
 
 
 def instrument(*modules: ModuleType) -> None:
-    """Let every function of our own modules report to libFuzzer which of its branches ran.
-
-    Functions are changed in place, so that names that other modules have imported are instrumented too. atheris's
-    import hook does not find an editable install's modules, which lie elsewhere than their names say.
+    """Change every function of ``modules`` so that it reports to libFuzzer which of its branches ran.
+    Functions are changed in place, so that names imported elsewhere are instrumented too. atheris's import hook does
+    not find the modules of an editable install, whose files are elsewhere than their names say.
     """
     for module in modules:
         for function in _functions(vars(module), module.__name__):
@@ -70,7 +69,7 @@ def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
 
 
 def main() -> None:
-    """Run the target. It never returns, since libFuzzer ends the process."""
+    """Run the target. This never returns, since libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
     instrument(calls, frames, handshake, host, journal_copies, kv_port, lease, link, messages, payload, port, remote)
     instrument(session, session_journal, shared_memory)

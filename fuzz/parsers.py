@@ -1,4 +1,4 @@
-"""Targets that hold no state: one header, one body, one handshake message, one stream of bytes."""
+"""Fuzz targets without state: each parses one header, body, handshake message or stream of bytes."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ CHAIN = Chain.of([bytes([number]) * 16 for number in range(17)], 32)
 
 
 def header(data: bytes) -> None:
-    """Check that a header is within its limits or refused."""
+    """Check that a header is refused, or has fields within the limits."""
     with suppress(FrameError):
         frame = frames.decode(data)
         _require(max(frame.lengths) <= frames.FRAME_LIMIT)
 
 
 def hello(data: bytes) -> None:
-    """Check that a HELLO can be written again, and that the R-worker refuses the rest with its own errors."""
+    """Check that a parsed HELLO survives encoding and parsing, and that R-workers refuse it only with known errors."""
     with suppress(FrameError):
         found = messages.decode_hello(mutated(data, messages.encode_hello(HELLO), _sign))
         _require(messages.decode_hello(messages.encode_hello(found)) == found)
@@ -64,21 +64,21 @@ def hello(data: bytes) -> None:
 
 
 def held(data: bytes) -> None:
-    """Check that what is read can be written again."""
+    """Check that a parsed HELD body survives encoding and parsing."""
     with suppress(FrameError):
         found = leases.decode_held(data, 8, 16)
         _require(leases.decode_held(leases.encode_held(found), 8, 16) == found)
 
 
 def welcome(data: bytes) -> None:
-    """Check that a WELCOME that is read can be written again."""
+    """Check that a parsed WELCOME survives encoding and parsing."""
     with suppress(FrameError):
         found = messages.decode_welcome(mutated(data, messages.encode_welcome(WELCOME)))
         _require(messages.decode_welcome(messages.encode_welcome(found)) == found)
 
 
 def refusal(data: bytes) -> None:
-    """Check that a refusal that is read can be printed, and written again."""
+    """Check that a parsed refusal can be printed, and encoded again."""
     with suppress(FrameError):
         found = messages.decode_refusal(mutated(data, messages.encode_refusal("busy", "it serves another")))
         _require(messages.decode_refusal(messages.encode_refusal(*found)) == found)
@@ -86,14 +86,14 @@ def refusal(data: bytes) -> None:
 
 
 def join(data: bytes) -> None:
-    """Check that what is read can be written again."""
+    """Check that a parsed JOIN survives encoding and parsing."""
     with suppress(FrameError):
         found = messages.decode_join(mutated(data, messages.encode_join("10.0.0.1:5580")))
         _require(messages.decode_join(messages.encode_join(*found)) == found)
 
 
 def prompt(data: bytes) -> None:
-    """Check that a prompt's part that is read is within its limits, and can be written again."""
+    """Check that a parsed part of a prompt is within its limits, and can be encoded again."""
     tokens = np.frombuffer(data[: len(data) // 8 * 8], "<i8")[:4]
     with suppress(FrameError):
         found = prefill.decode_prompt(mutated(data, prefill.encode(PROMPT)), tokens, 100, 1000)
@@ -102,7 +102,7 @@ def prompt(data: bytes) -> None:
 
 
 def prefill_answers(data: bytes) -> None:
-    """Check what prefill workers and S-workers say of themselves."""
+    """Check that messages of prefill workers are parsed, or refused with FrameError."""
     with suppress(FrameError):
         prefill.decode_prefill_hello(
             mutated(
@@ -116,19 +116,19 @@ def prefill_answers(data: bytes) -> None:
 
 
 def plan(data: bytes) -> None:
-    """Check that a plan is written again as all its bytes."""
+    """Check that a parsed plan encodes to the same bytes."""
     with suppress(FrameError):
         _require(payload.encode_plan(payload.decode_plan(data)) == data)
 
 
 def report(data: bytes) -> None:
-    """Check that a report is written again as all its bytes."""
+    """Check that a parsed report encodes to the same bytes."""
     with suppress(FrameError):
         _require(payload.encode_report(payload.decode_report(data, 2, 3)) == data)
 
 
 def weigh(data: bytes) -> None:
-    """Check that a question about attention is written again as its bytes, and is within limits."""
+    """Check that a parsed question about attention encodes to the same bytes, and is within limits."""
     with suppress(FrameError):
         asked = weighing.decode_numbers(data, LAYOUT)
         sized = np.zeros(weighing.num_query_bytes(LAYOUT, asked.layers), np.uint8)
@@ -138,7 +138,7 @@ def weigh(data: bytes) -> None:
 
 
 def audit(data: bytes) -> None:
-    """Check that questions about rows are written again as their bytes, and that the answer fits a frame."""
+    """Check that parsed audit questions encode to the same bytes, and that their answer fits a frame."""
     with suppress(FrameError):
         asked = auditing.decode_questions(data, LAYOUT)
         _require(auditing.encode_questions(asked)[0] == data)
@@ -148,7 +148,7 @@ def audit(data: bytes) -> None:
 
 
 def parking(data: bytes) -> None:
-    """Check that a message about parked chains is written again as all its bytes."""
+    """Check that a parsed message about parked chains encodes to the same bytes."""
     with suppress(FrameError):
         _require(parked.encode_park(*parked.decode_park(data, 32)) == data)
     with suppress(FrameError):
@@ -162,7 +162,7 @@ def parking(data: bytes) -> None:
 
 
 def chain_file(data: bytes) -> None:
-    """Check that a file is refused, or is what a writer of its head, marks and pieces writes."""
+    """Check that a chain file is refused, or equals the file that is written from its parsed content."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path, again = Path(folder) / "a.chain", Path(folder) / "b.chain"
         path.write_bytes(data)
@@ -184,7 +184,7 @@ def _chain_bytes() -> bytes:
 
 
 def gate(data: bytes) -> None:
-    """Check that no peer without the key is admitted, whatever it sends, and that little of it is kept."""
+    """Check that no peer without the key is admitted, whatever it sends, and that few of its bytes are kept."""
     door, provider = handshake.Gate(KEY), atheris.FuzzedDataProvider(data)
     while provider.remaining_bytes():
         kind = provider.PickValueInList([*[Kind.CHALLENGE, Kind.PROOF] * 2, Kind.HELLO, Kind.BYE, 77])
@@ -198,7 +198,7 @@ def gate(data: bytes) -> None:
 
 
 def stream(data: bytes) -> None:
-    """Check that any bytes are frames or end the connection, and that no part is longer than announced."""
+    """Check that bytes are split into frames or end the connection, and that no part is longer than announced."""
     mine, theirs = socket.socketpair()
     with mine, theirs, suppress(ConnectionError, FrameError):
         theirs.sendall(data)
@@ -206,13 +206,13 @@ def stream(data: bytes) -> None:
         channel = shared_memory.StreamChannel(mine)
         while (head := channel.receive(0)) is not None:
             lengths = frames.decode(head).lengths
-            if head[24] % 2:  # Otherwise they are skipped.
+            if head[24] % 2:  # The other frames' parts are not read: the channel must skip them.
                 for length in lengths:
                     channel.read_into(bytearray(length))
 
 
 def lying_stream(data: bytes) -> None:
-    """Check a stream of many frames that are nearly correct."""
+    """Check a stream of many frames that are correct except for lengths or kinds."""
     provider, written = atheris.FuzzedDataProvider(data), b""
     while provider.remaining_bytes() and len(written) < 20_000:
         body = provider.ConsumeBytes(provider.ConsumeIntInRange(0, 80))
@@ -227,7 +227,7 @@ def lying_stream(data: bytes) -> None:
 
 
 def _sign(value: Any) -> None:
-    """Give a HELLO the fingerprint of its contents, if it has any."""
+    """Set the fingerprint of a HELLO to the one of its mutated contents, so that the check of it passes."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         cache = msgspec.json.decode(json.dumps(value["cache"]), type=messages._Cache)
         value["fingerprint"] = messages._fingerprint(cache)
@@ -235,7 +235,7 @@ def _sign(value: Any) -> None:
 
 def _require(holds: bool) -> None:
     if not holds:
-        raise RuntimeError("a property does not hold")
+        raise RuntimeError("a property of the target does not hold")
 
 
 _ALL = (

@@ -1,7 +1,7 @@
 """Run all targets, one after another, and print a table: ``python fuzz/run.py --runs 1000000``.
 
-Inputs that are worth keeping stay in the folder, so that the next run begins with them. Exits 1 if a target failed; its
-input lies beside them then, and ``python fuzz/one.py TARGET FILE`` shows it again.
+Inputs that reach new code are kept in the folder, so that the next run begins with them. The exit status is 1 if a
+target failed. Its input is then in the same folder, and ``python fuzz/one.py TARGET FILE`` repeats the failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORDS = [b"null", b"true", b"1e400", b"NaN", b"-1", b"[[", b"{}", b"\\ud800", b'
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of one target: ``coverage`` counts branches, ``memory_bytes`` is one input's largest allocation."""
+    """The figures of one target. ``coverage``: branches that ran. ``memory_bytes``: the most that any input needed."""
 
     target: str
     runs: int
@@ -55,7 +55,7 @@ class Outcome:
     status: int
 
     def row(self) -> str:
-        """Return a row of a Markdown table."""
+        """Return the row of a Markdown table."""
         return (
             f"| {self.target} | {self.runs:,} | {self.seconds:.0f} | {self.coverage} | {self.corpus} | "
             f"{self.memory_bytes / 2**20:.1f} | {self.rss_mb} | {'failed' if self.status else 'none'} |"
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def main() -> int:
-    """Print a row per target."""
+    """Run all targets and print a row for each. Return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1_000_000, metavar="N", help="inputs over all targets (1000000)")
     parser.add_argument(
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def run(target: str, runs: int, folder: Path) -> Outcome:
-    """Run one target in a process of its own."""
+    """Run one target in its own process."""
     corpus = folder / target
     corpus.mkdir(parents=True, exist_ok=True)
     for index, seed in enumerate(SEEDS[target]):

@@ -1,7 +1,7 @@
-"""Targets that hold state: an R-worker's session in this process, its KV port, and an S-worker's side of it.
+"""Fuzz targets with state: an R-worker's session in this process, its KV port, and the S-worker's side of a session.
 
-Most frames are correct in most places, since otherwise nothing behind the first check would be reached. The fuzzer's
-bytes choose what comes next, and where it lies.
+Most frames are correct in most fields, since the R-worker's first check would refuse all others. The fuzzer's bytes
+choose which frame comes next, and its values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastdecode.core.types import CONTROL, SPAN, SPLIT_TOKENS, SpanMode, WorkerP
 
 
 class SessionRun:
-    """One session over the fuzzer's frames, with checks after each frame and at the end."""
+    """One session with frames that the fuzzer chooses, and checks after each frame and at the end."""
 
     def __init__(self, data: bytes) -> None:
         self._provider = atheris.FuzzedDataProvider(data)
@@ -42,7 +42,7 @@ class SessionRun:
         self._before: Any = None
 
     def run(self) -> None:
-        """Check that a refused frame changes nothing, and that an open session goes on as if none had been sent."""
+        """Check that a refused frame changes nothing, and that the session then continues as before."""
         self._session.run()
         self._lease.close()
 
@@ -122,14 +122,16 @@ class SessionRun:
         return self._frame(Kind.INVENTORY)
 
     def _weights(self) -> list[bytes]:
-        """Return weights for heads of the one layer that has them, in most cases."""
+        """Return a frame with weights of some heads, in most cases for the one layer that needs weights."""
         first, count = self._near(0, 4), self._near(1, 4)
         rows = bytes(min(max(0, count), 99) * (8 + 12) * 16 * 2 if self._provider.ConsumeIntInRange(0, 15) else 7)
         layer = self._provider.ConsumeIntInRange(0, 1)
         return self._frame(Kind.WEIGHTS, messages.FIRST_HEAD.pack(first), rows, layer=layer)
 
     def _look(self) -> list[bytes]:
-        """Return the plan of a step of one sequence, with all layers and questions about attention to follow."""
+        """Return the plan of a step with one sequence.
+        The frames after it are all its layers, then questions about attention.
+        """
         self._looked_at = self._id()
         layers = [partial(self._layer, layer) for layer in range(len(self._layout.layers))]
         self._coming = [*layers, self._weigh, self._audit, self._weigh, self._audit]
@@ -142,7 +144,7 @@ class SessionRun:
         return self._frame(Kind.PAYLOAD, bytes([self._provider.ConsumeIntInRange(0, 255)]) * size, layer=layer)
 
     def _weigh(self) -> list[bytes]:
-        """Return a question about existing layers and a query after the sequence's last token, in most cases."""
+        """Return a question about attention; in most cases of existing layers, and of a row at the sequence's end."""
         provider, layout = self._provider, self._layout
         layers = [each for each in range(len(layout.layers)) if provider.ConsumeIntInRange(0, 3)] or [0]
         sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
@@ -156,7 +158,7 @@ class SessionRun:
         return self._frame(Kind.WEIGH, head + np.array(layers, "<i8").tobytes(), *parts)
 
     def _audit(self) -> list[bytes]:
-        """Return questions about up to three rows, most of which exist."""
+        """Return audit questions about up to three rows, most of which exist."""
         provider, asked = self._provider, []
         for _ in range(provider.ConsumeIntInRange(0, 3)):
             sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
@@ -171,7 +173,7 @@ class SessionRun:
         return self._frame(Kind.AUDIT, np.array(asked, auditing.QUESTION).tobytes())
 
     def _record(self) -> list[bytes]:
-        """Return a journal record at the end or from the beginning, in most cases."""
+        """Return a journal record that, in most cases, continues the journal or replaces it."""
         kept = self._lease.journal.num_bytes
         start = self._provider.PickValueInList([0, kept, kept, self._number()])
         return self._frame(Kind.RECORD, leases.FIRST_BYTE.pack(start), bytes(min(4000, max(0, self._near(0, 99)))))
@@ -183,7 +185,7 @@ class SessionRun:
         return self._frame(Kind.PING)
 
     def _piece(self) -> tuple[int, int]:
-        """Return a first token and a number of tokens, mostly at the beginning."""
+        """Return the first token and the number of tokens to copy; in most cases these are all tokens."""
         whole = self._provider.ConsumeIntInRange(0, 3)
         return (0, messages.ALL_TOKENS) if whole else (self._tokens(), self._tokens())
 
@@ -208,7 +210,7 @@ class SessionRun:
         return self._frame(Kind.PARKING, parked.encode_parking(self._provider.PickValueInList(["a", "b"])))
 
     def _chain(self) -> Chain:
-        """Return a chain of one block or a few; names repeat, so that some are found."""
+        """Return a chain of a few blocks. Names repeat, so that some chains are found on the disk."""
         count = self._provider.PickValueInList([1, 2, 3, 33])
         return Chain.of([bytes([number]) * 16 for number in range(count)], BLOCK_SIZE)
 
@@ -222,7 +224,7 @@ class SessionRun:
         return self._frame(Kind.WAKE, parked.WAKE.pack(self._near(0, 9), self._id(), blocks, chain.name))
 
     def _any(self) -> list[bytes]:
-        """Return any kind with any body."""
+        """Return a frame of any kind with random parts."""
         parts = [
             self._provider.ConsumeBytes(self._provider.ConsumeIntInRange(0, 60))
             for _ in range(self._provider.ConsumeIntInRange(0, 3))
@@ -230,7 +232,7 @@ class SessionRun:
         return self._frame(self._provider.ConsumeIntInRange(0, 49), *parts)
 
     def _bent(self) -> list[bytes]:
-        """Return a frame with one wrong field of its header, or a wrong length."""
+        """Return a frame with one wrong header field, or with a header of another length."""
         head, *parts = self._provider.PickValueInList(
             [self._plan, self._payload, self._end, self._export, self._weigh, self._audit]
         )()
@@ -258,12 +260,12 @@ class SessionRun:
         return SPLIT_TOKENS if self._provider.ConsumeIntInRange(0, 7) == 0 else self._near(0, 80)
 
     def _near(self, low: int, high: int) -> int:
-        """Return a number, mostly within the limits."""
+        """Return a number that is, in most cases, within the limits."""
         within = self._provider.ConsumeIntInRange(0, 15)
         return int(self._provider.ConsumeIntInRange(low, high)) if within else self._number()
 
     def _length(self, sequence_id: int) -> int:
-        """Return the tokens that the cache holds of a sequence."""
+        """Return how many tokens the R-worker has cached of a sequence."""
         worker = self._session._worker
         with suppress(KeyError, AttributeError):
             return int(worker.read_tokens(sequence_id, 0)[0].shape[0])  # type: ignore[union-attr]
@@ -278,7 +280,7 @@ class SessionRun:
         ]
 
     def _check_last(self) -> None:
-        """Check that a refused frame has changed nothing."""
+        """Raise RuntimeError if the last frame was refused but has changed something."""
         answers, self._channel.answers = self._channel.answers, []
         now = self._state()
         if Kind.REFUSED in answers and now != self._before:
@@ -286,14 +288,14 @@ class SessionRun:
         self._before = now
 
     def _farewell(self) -> None:
-        """Check that an open session goes on: drop what is under way, and ask again."""
+        """Check that an open session still answers: abandon the step, and send a PING."""
         if self._session._worker is not None:
             self._channel._make = lambda: self._frame(Kind.ABANDON)
             self._session._turn()
             self._channel._make = lambda: self._frame(Kind.PING)
             self._session._turn()
             if self._channel.answers != [Kind.ABANDONED, Kind.PONG]:
-                raise RuntimeError(f"the session does not go on: {self._channel.answers}")
+                raise RuntimeError(f"the session no longer answers: {self._channel.answers}")
         raise End("the fuzzer has no more bytes")
 
 

@@ -1,6 +1,6 @@
-"""Targets without libFuzzer, on inputs drawn at random.
+"""Run fuzz targets without libFuzzer, on random inputs.
 
-They serve Pythons for which atheris has no wheel, such as that of ARM under qemu (``make arm-python``).
+This serves Pythons for which atheris has no wheel, such as ARM's under qemu (``make arm-python``).
 
 python fuzz/unguided.py --runs 200 session answers
 """
@@ -16,17 +16,16 @@ from typing import Any
 
 
 class Provider:
-    """The used part of atheris.FuzzedDataProvider: values that bytes stand for, and zeros once none are left."""
+    """The methods of atheris.FuzzedDataProvider that targets use. When all bytes are used up, values are zeros."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     def remaining_bytes(self) -> int:
-        """Return how many bytes are left."""
         return len(self._data)
 
     def ConsumeBytes(self, count: int) -> bytes:
-        """Return at most so many bytes."""
+        """Return up to ``count`` bytes."""
         taken, self._data = self._data[:count], self._data[count:]
         return taken
 
@@ -36,21 +35,19 @@ class Provider:
         return low + int.from_bytes(self.ConsumeBytes(size), "little") % (high - low + 1)
 
     def ConsumeBool(self) -> bool:
-        """Return True or False."""
         return bool(self.ConsumeIntInRange(0, 1))
 
     def PickValueInList(self, values: Sequence[Any]) -> Any:
-        """Return one of ``values``."""
         return values[self.ConsumeIntInRange(0, len(values) - 1)]
 
     def ConsumeUnicode(self, count: int) -> str:
-        """Return at most so many characters, lone surrogates among them."""
+        """Return up to ``count`` characters, among them lone surrogates."""
         taken = self.ConsumeBytes(2 * count)
         return taken[: len(taken) // 2 * 2].decode("utf-16-le", "surrogatepass")
 
 
 def targets() -> dict[str, Any]:
-    """Return the targets of `one.py`, with this provider in place of atheris's."""
+    """Return the targets of `one.py`, with this provider instead of atheris's."""
     atheris: Any = ModuleType("atheris")
     atheris.FuzzedDataProvider = Provider
     sys.modules["atheris"] = atheris

@@ -1,7 +1,6 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor, a short call that shows the machine's present speed. The callers pass the
-timed calls as callables.
+Each measurement alternates with an anchor, a short call that shows the machine's present speed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Steadied:
-    """Samples taken between two timings of an anchor.
-
-    ``drift``: the anchor's time divided by its reference time. ``moved``: the relative change between the two timings.
-    ``tries``: how often the samples were taken.
+    """Samples, and how the machine's speed changed while they were taken.
+    ``drift``: the anchor's mean time before and after the samples, divided by its reference time. ``moved``: the
+    relative change of the anchor's time from before the samples to after them. ``tries``: how often the samples were
+    taken.
     """
 
     samples: np.ndarray
@@ -55,7 +54,7 @@ class Anchor:
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
-        """Return this anchor with each timing the median of ``times`` calls, for longer measurements."""
+        """Return an anchor that takes the median of ``times`` calls at each timing, for longer measurements."""
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
@@ -65,9 +64,9 @@ class Anchor:
 
 def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
     """Return the rows of ``sample``, [num_samples, num_columns], taken between two timings of each anchor.
-
-    There is one result per anchor; without anchors, one whose drift is 1. Sampling is repeated, up to ``most_tries``
-    times, while an anchor's time changes by more than ``MOST_DRIFT``. The try with the least change is returned.
+    The result has one entry per anchor; without anchors, one entry with drift 1. If an anchor's time changes by more
+    than ``MOST_DRIFT``, the samples are taken again, up to ``most_tries`` times. The try with the least change is
+    returned.
     """
     if not anchors:
         return [Steadied(sample(), 1.0, 0.0, 1)]
@@ -96,7 +95,7 @@ def summary(seconds: np.ndarray) -> Measured:
 
 
 def most_moved(found: Sequence[Steadied]) -> float:
-    """Return the largest relative change of an anchor, ``moved``, in ``found``."""
+    """Return the largest ``moved`` in ``found``, that is, the largest change of any anchor's time."""
     return max(each.moved for each in found)
 
 

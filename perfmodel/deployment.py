@@ -22,11 +22,11 @@ from fastdecode.perfmodel.step_model import StepModel
 @dataclass(frozen=True)
 class Deployment:
     """The settings with which a model is run.
-
-    ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S and R share no core.
-    ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker processes that
-    share the model, each with ``s_threads`` and ``num_r_workers``, all on ``cores`` cores of this machine.
-    ``longest_context``: with an index, contexts are spread evenly up to this length; 0: rows read all tokens.
+    ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S-worker and R-workers
+    share no core. ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker
+    processes that share the model, each with ``s_threads`` threads and ``num_r_workers`` R-workers, all on ``cores``
+    cores of this machine. ``longest_context``: for a model with an index, contexts are spread evenly up to this length;
+    0: rows read all tokens.
     """
 
     s_threads: int
@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """Numbers of S-worker and of R-worker threads on this machine, over all ranks; at most ``cores`` each."""
+        """The S-worker threads and the R-worker threads of all ranks on this machine; at most ``cores`` each."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
@@ -90,7 +90,9 @@ def deployed_step_model(
 def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
-    """Return the cost of states that the S-worker keeps, as measured on a local R-worker; None if it keeps none."""
+    """Return the cost of recurrent states that the S-worker keeps; None if R-workers keep them.
+    The profile has timed states on an R-worker of this machine; the S-worker's are assumed to take as long.
+    """
     if shape.own_states is None:
         return None
     seconds = profile.measured_state(kv_dtype, deployment.s_threads, HERE)
@@ -160,7 +162,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
-    """Raise ProfileError unless the layers of ``shape`` are those of ``profile``; KV heads and windows may differ."""
+    """Raise ProfileError unless a layer of ``shape`` is as large as in the profile; KV heads and windows may differ."""
     if shape.multiplies_int8 != profile.shape.multiplies_int8:
         theirs, ours = (
             ("with" if each else "without") for each in (profile.shape.multiplies_int8, shape.multiplies_int8)

@@ -69,7 +69,7 @@ def balanced_r_workers(
 
 
 def micro_batch_size(in_flight: float, output_len: float, interval_steps: float) -> float:
-    """Return the number of sequences that start together: M = B·F/S."""
+    """Return M, the number of sequences that start together: ``in_flight`` · ``interval_steps`` / ``output_len``."""
     return in_flight * interval_steps / output_len
 
 
@@ -86,17 +86,16 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
 
     F = ``output_len``·M / ``in_flight``, where M, the sequences that start together, is a whole number of at least 1.
     """
-    intervals_per_sequence = 32  # the peak load is then 1/32 above the mean (the paper's F = 32 of S = 1024)
+    intervals_per_sequence = 32  # so that the peak load is 1/32 above the mean, as in the paper
     together = max(1, round(in_flight / intervals_per_sequence))
     return max(1, round(output_len * together / in_flight))
 
 
 def tokens_per_verification(num_drafts: float, acceptance_rate: float) -> float:
     """Return E(k, α) = (1 - α^(k+1)) / (1 - α): the expected accepted tokens of k drafts, plus the token after them.
-
     Each draft is accepted with probability α if its predecessors are: Leviathan et al., "Fast Inference from
     Transformers via Speculative Decoding" (2023), equation 1; "All About Transformer Inference", appendix D. With α = 1
-    it is k + 1.
+    the result is k + 1.
     """
     if acceptance_rate >= 1.0:
         return num_drafts + 1.0
@@ -130,7 +129,9 @@ def roofline_max_batch_size(memory_bytes: float, parameter_bytes: float, kv_byte
 
 
 def largest(meets: Callable[[int], bool], most: int = MOST_SEQUENCES) -> int:
-    """Return the largest integer up to ``most`` that ``meets``, by doubling and bisection. ``meets(0)`` must hold."""
+    """Return the largest integer up to ``most`` for which ``meets`` is true; search by doubling and bisection.
+    ``meets`` must be true for 0 and for all integers below the result.
+    """
     high = 1
     while high <= most and meets(high):
         high *= 2
@@ -154,7 +155,7 @@ def token_budget(
     one tile is already too slow.
     """
     if tile_tokens < 1 or most_tokens < tile_tokens:
-        raise ConfigError(f"a tile of {tile_tokens} tokens and at most {most_tokens} leave no budget")
+        raise ConfigError(f"no token budget is a multiple of {tile_tokens} and at most {most_tokens} tokens")
     least = step_time(tile_tokens, 0)
     if least > target_seconds:
         raise PlanError(

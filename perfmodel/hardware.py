@@ -32,8 +32,7 @@ GROUP_SIZES = (1, 4, 8, 32)
 
 @dataclass(frozen=True)
 class Figure:
-    """A vendor's nominal rate and the fraction of it that programs reach. The field that holds it names the unit.
-
+    """A vendor's nominal rate, and the fraction that programs reach. The field's name, in a GPU or host, has the unit.
     ``measured``: the efficiency was measured on this very hardware; otherwise it is assumed, and ``source`` says why.
     """
 
@@ -140,11 +139,11 @@ def parse_link(text: str) -> float:
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
     """Return the KV bytes per second that attention on ``cores`` cores processes. ``group``: query heads per KV head.
-
-    Rates between measured groups are interpolated on logarithms. Beyond the largest group, time is in proportion to it.
+    Between measured group sizes, rates are interpolated on logarithms. Beyond the largest measured one, time grows in
+    proportion to ``group``.
     """
-    # KV read by one thread, head 128, context 1024, on Zen 3 with AVX2, from docs/performance.md. The core partly
-    # waited for memory, so more is possible; AVX-512 was never timed.
+    # GB/s of KV that one thread read, by group size, as measured in docs/performance.md (head size 128, context 1024,
+    # Zen 3 with AVX2). The thread also waited for memory, so the kernels can be faster.
     gb_per_second_per_core = {
         "float32": (14.8, 10.9, 7.8, 3.4),
         "float16": (16.8, 12.7, 7.9, 2.2),
@@ -160,8 +159,7 @@ def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
 
 def products_per_second(cores: int) -> float:
     """Return the float32 multiply-adds per second of the R-worker's kernels on ``cores`` cores.
-
-    This is the rate at the largest measured group, where arithmetic is the limit.
+    This is the rate for the largest measured group size, at which arithmetic is the limit.
     """
     group = GROUP_SIZES[-1]
     return kernel_bytes_per_second("float32", group, cores) * group / ITEM_BYTES["float32"]

@@ -14,13 +14,13 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE, RPart
 def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
 ) -> RPart:
-    """Return the R-part on ``host``. ``row_share``: fraction of the cached rows that the mean attending layer reads.
-
-    An index is scanned whole. Reading rows, and scanning, each take as long as memory or arithmetic, whichever is
-    slower. A token's bytes include scales. Recurrent layers read and write a sequence's states once per decode row, and
-    once per several prompt rows. In a hybrid, prompts attend on R-workers too: the mean prompt row attends to
-    ``prompt_context`` tokens, which many rows read together. If R-workers absorb latents, a call reads K and V once and
-    multiplies them with each row.
+    """Return the times of attention (the R-part) on ``host``, computed from nominal rates.
+    ``row_share``: fraction of the cached rows that a layer reads, as a mean of the attending layers. An index is
+    scanned whole. Reading rows, and scanning, each take as long as memory or arithmetic, whichever is slower. A token's
+    bytes include scales. Recurrent layers read and write a sequence's states once per decode row, and once per several
+    prompt rows. In a hybrid, prompts attend on R-workers too: the mean prompt row attends to ``prompt_context`` tokens,
+    which many rows read together. If R-workers absorb latents, a call reads K and V once and multiplies them with each
+    row.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
@@ -43,10 +43,9 @@ def host_r_part(
 
 
 def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
-    """Return the seconds, per call and per row of the mean layer, to multiply with K and V of latents on ``host``.
-
-    A call reads heads * rank * (nope + value) weights, and each row takes as many
-    multiply-adds (DeepSeek-V2, section 2.1.2: W_UK absorbed into the query, W_UV into the output).
+    """Return the seconds, per call and per row of the mean layer, to multiply by the K and V projections of latents.
+    A call reads heads * rank * (nope + value) weights, and each row takes as many multiply-adds (DeepSeek-V2, section
+    2.1.2: W_UK absorbed into the query, W_UV into the output).
     """
     if shape.latent is None or not shape.latent.at_r_workers:
         return 0.0, 0.0

@@ -11,11 +11,11 @@ from fastdecode.kinds import Index
 
 @dataclass(frozen=True)
 class IndexShape:
-    """``num_heads`` query heads score one key of ``head_dim`` elements per token, in ``num_layers`` of the layers.
-
-    Each query then reads the rows of ``top_tokens`` tokens. ``q_rank``: width of the latent from which the index's
-    queries are made; 0 if they are made from the hidden state. ``weighs_heads``: a further projection weighs the heads'
-    scores, and single tokens are picked; otherwise each head picks blocks of ``block`` tokens.
+    """The sizes of a trained index: in ``num_layers`` layers, ``num_heads`` query heads score one key per cached token.
+    The key has ``head_dim`` elements. Each query then attends to the ``top_tokens`` tokens with the best scores.
+    ``q_rank``: width of the latent from which the index's queries are made; 0 if they are made from the hidden state.
+    ``weighs_heads``: a further projection weighs the heads' scores, and single tokens are picked; otherwise each head
+    picks blocks of ``block`` tokens.
     """
 
     num_layers: int
@@ -78,7 +78,7 @@ def read_index_shape(config: Mapping[str, Any], num_layers: int) -> IndexShape |
 
 
 def _num_owners(config: Mapping[str, Any], num_layers: int) -> int:
-    """Return how many of ``num_layers`` layers have their own index; others use the picks of the layer before them."""
+    """Return how many of ``num_layers`` layers have their own index; the other layers use an earlier layer's picks."""
     if kinds := config.get("indexer_types") or config.get("index_topk_pattern"):
         return sum(each in ("full", "F") for each in kinds)
     every, first = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)

@@ -51,70 +51,70 @@ BUILT_IN = {
         replace(_LLAMA_3_70B, name="llama-3.3-70b"),
         _MISTRAL_7B,
         replace(_MISTRAL_7B, name="mixtral-8x7b", num_experts=8, experts_per_token=2),
-        ModelShape("mistral-small", 40, 5120, 32768, 32, 8, 128, 131072),  # 3.x, 24B: transformers' Mistral3Config
+        ModelShape("mistral-small", 40, 5120, 32768, 32, 8, 128, 131072),  # 3.x, 24B: sizes from Mistral3Config
         ModelShape("yi-34b", 60, 7168, 20480, 56, 8, 128, 64000),
         ModelShape("falcon-7b", 32, 4544, 18176, 71, 1, 64, 65024, 2, True),
         ModelShape("falcon-40b", 60, 8192, 32768, 128, 8, 64, 65024, 2, True),
         ModelShape("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, 2, True),
         ModelShape("opt-6.7b", 32, 4096, 16384, 32, 32, 128, 50272, 2, True, dtype="float16"),
         ModelShape("opt-175b", 96, 12288, 49152, 96, 96, 128, 50272, 2, True, dtype="float16"),
-        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # radixark/miles, scripts/models/qwen3-32B.sh
-        # THUDM/slime, scripts/models/qwen3-235B-A22B.sh
+        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936),  # sizes from radixark/miles, qwen3-32B.sh
+        # sizes from THUDM/slime, scripts/models/qwen3-235B-A22B.sh
         ModelShape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 128, 151936, num_experts=128, experts_per_token=8),
         _LLAMA_4_SCOUT,
         replace(
             _LLAMA_4_SCOUT, name="llama-4-maverick", num_experts=128, dense_layers=24, dense_intermediate_size=16384
         ),
-        # transformers' GptOssConfig; weights in bfloat16 (published in MXFP4)
+        # sizes from transformers' GptOssConfig; weights count as bfloat16, though published in MXFP4
         ModelShape(
             "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4,
             windows=(128, 0) * 18
         ),
         _DEEPSEEK_V3,
-        # transformers' DeepseekV32Config
+        # sizes from transformers' DeepseekV32Config
         replace(
             _DEEPSEEK_V3, name="deepseek-v3.2", windows=(2048,) * 61, index=IndexShape(61, 64, 128, 2048,
             1536)
         ),
-        # vllm-project/vime, scripts/models/kimi-k2.sh
+        # sizes from vllm-project/vime, scripts/models/kimi-k2.sh
         replace(_DEEPSEEK_V3, name="kimi-k2", num_heads=64, vocab_size=163840, num_experts=384, dense_layers=1),
-        # transformers' GlmMoeDsaConfig, which agrees with the technical report's table; every layer has its own index
+        # sizes from transformers' GlmMoeDsaConfig, as in the technical report; every layer has its own index
         ModelShape(
             "glm-5", 78, 6144, 2048, 64, 1, 576, 154880, num_experts=256, experts_per_token=8,
             shared_intermediate_size=2048, latent=LatentShape(512, 2048, 192, 64, 256), dense_layers=3,
             dense_intermediate_size=12288, windows=(2048,) * 78, index=IndexShape(78, 32, 128, 2048, 2048),
         ),
-        # transformers' MiniMaxM3VLTextConfig; the published sparse_attention_freq and moe_layer_freq begin with three
-        # zeros: those layers are dense and see all tokens
+        # sizes from transformers' MiniMaxM3VLTextConfig. The first three layers are dense and attend to all tokens: the
+        # published sparse_attention_freq and moe_layer_freq begin with three zeros.
         ModelShape(
             "minimax-m3", 60, 6144, 3072, 64, 4, 128, 200064, num_experts=128, experts_per_token=4,
             shared_intermediate_size=3072, dense_layers=3, dense_intermediate_size=12288, windows=(0,) * 3 +
             (2048,) * 57, index=IndexShape(57, 4, 128, 2048, weighs_heads=False),
         ),
-        # transformers' Qwen3NextConfig
+        # sizes from transformers' Qwen3NextConfig
         ModelShape(
             "qwen3-next-80b-a3b", 48, 2048, 512, 16, 2, 256, 151936, num_experts=512, experts_per_token=10,
             shared_intermediate_size=512, state=StateShape(36, 32, 128, 16, 128), gated_attention=True,
         ),
-        # THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; sizes of states (linear_num_value_heads and others) from
-        # published quotations of the config.json of Qwen/Qwen3.5-397B-A17B. They give the 31 KB of cache and 189 MB of
-        # states of the model's announcement
+        # sizes from THUDM/slime, scripts/models/qwen3.5-397B-A17B.sh; sizes of states (linear_num_value_heads and more)
+        # from published quotations of the config.json of Qwen/Qwen3.5-397B-A17B. They give 31 KB of cache per token and
+        # 189 MB of states per sequence, like the model's announcement.
         ModelShape(
             "qwen3.5-397b-a17b", 60, 4096, 1024, 32, 2, 256, 248320, num_experts=512, experts_per_token=10,
             shared_intermediate_size=1024, state=StateShape(45, 64, 128, 16, 128), gated_attention=True,
         ),
-        # transformers' NemotronHConfig with the published pattern: 24 Mamba-2 layers, 4 that attend, 24 MLPs
+        # sizes from transformers' NemotronHConfig, and the published pattern: 24 Mamba-2, 4 attention, 24 MLP layers
         ModelShape(
             "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128,
             rates=1), mlp_layers=24,
         ),
-        # published quotations of ibm-granite/granite-4.0-h-small's config.json; heads of states: GraniteMoeHybridConfig
+        # sizes from quotations of ibm-granite/granite-4.0-h-small's config.json, state heads of GraniteMoeHybridConfig
         ModelShape(
             "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72,
             experts_per_token=10, shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128,
             rates=1),
         ),
-        # transformers' KimiLinearConfig
+        # sizes from transformers' KimiLinearConfig
         ModelShape(
             "kimi-linear-48b", 27, 2304, 1024, 32, 1, 576, 163840, num_experts=256, experts_per_token=8,
             shared_intermediate_size=1024, latent=LatentShape(512, 0, 128, 64, 128), dense_layers=1,

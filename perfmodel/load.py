@@ -28,10 +28,9 @@ NO_RANGES = RangeParts()
 @dataclass(frozen=True)
 class Load:
     """The load of one step over all its mini-batches and R-workers. A mean step has fractions.
-
-    The S-worker computes ``rows``. Only ``sampled`` of them attend on R-workers, and cost head and host time; the
-    other rows are of prompts and attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``,
-    ``partials``: see ``RangeParts``. ``copied_rows``: rows that a second R-worker stores too.
+    The S-worker computes ``rows``. Only ``sampled`` rows attend on R-workers, and cost head and host time; the other
+    rows are of prompts and attend on the S-worker. R-workers read ``kv_tokens`` cached tokens. ``reads``, ``partials``:
+    see ``RangeParts``. ``copied_rows``: rows that a second R-worker stores too.
     """
 
     rows: float
@@ -113,4 +112,4 @@ def barrier(num_r_workers: float, sequences_each: float, spread: float) -> float
     largest = 1.0 + expected_largest(num_r_workers) * spread / math.sqrt(max(sequences_each, 1.0))
     if sequences_each <= 1:
         return largest / sequences_each
-    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # a fraction of a sequence is a whole one
+    return max(largest, math.ceil(sequences_each - 1e-9) / sequences_each)  # sequences are indivisible

@@ -144,7 +144,7 @@ class PrefillPoint:
     def __post_init__(self) -> None:
         _check_seconds(self.seconds)
         if self.num_tokens < 1 or self.num_busy < 1:
-            raise ConfigError(f"a prompt has a token at least, and a worker: {self.num_tokens}, {self.num_busy}")
+            raise ConfigError(f"num_tokens and num_busy must be at least 1, not {self.num_tokens} and {self.num_busy}")
 
 
 def _check_seconds(seconds: float) -> None:

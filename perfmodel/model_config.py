@@ -134,7 +134,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
             index=index,
             state=read_state_shape(config, hybrid.recurrent, name) if hybrid else None,
             mlp_layers=hybrid.mlps if hybrid else 0,
-            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # a second projection of queries
+            gated_attention=kind.startswith(("qwen3_next", "qwen3_5")),  # queries are projected twice
             beside_attention=_beside_attention(config),
             max_context=_max_context(config),
             weight_bits=_weight_bits(whole),
@@ -228,9 +228,9 @@ def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 def _dense_layers(config: Mapping[str, Any]) -> int:
     """Return how many layers of a model with experts have a dense MLP instead."""
     kinds = config.get("mlp_layer_types")
-    if "moe_layers" in config:  # Llama 4
+    if "moe_layers" in config:  # a key of Llama 4
         return config["num_hidden_layers"] - len(config["moe_layers"])
-    if "expert_layer_period" in config:  # Jamba
+    if "expert_layer_period" in config:  # a key of Jamba
         layers = range(config["num_hidden_layers"])
         return sum(i % config["expert_layer_period"] != config["expert_layer_offset"] for i in layers)
     given = config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0
@@ -249,7 +249,7 @@ def _intermediate_size(config: Mapping[str, Any], hidden_size: int, has_experts:
         return config["moe_intermediate_size"]
     intermediate = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     given = next((config[key] for key in intermediate if config.get(key)), None)
-    if given and config.get("block_auto_adjust_ff_dim"):  # LFM2
+    if given and config.get("block_auto_adjust_ff_dim"):  # a key of LFM2
         of, multiple = int(2 * given / 3), config["block_multiple_of"]
         return -(-int(config["block_ffn_dim_multiplier"] * of) // multiple) * multiple
     return given or config.get("expansion_ratio", 4) * hidden_size

@@ -111,10 +111,9 @@ class ModelSizes:
 
     @property
     def attention_parameters(self) -> int:
-        """Number of parameters of the mean layer's attention projections:
+        """Number of parameters of the mean layer's attention projections: 2·D·H·(N + K) for q, k, v and o.
 
-        2·D·H·(N + K) ("All About Transformer Inference", Question 1) for q, k, v, o.
-
+        D: hidden size; H: head size; N, K: query and KV heads ("All About Transformer Inference", question 1).
         Projections of latents, of an index and of recurrent layers are included.
         """
         if self.latent:
@@ -129,32 +128,32 @@ class ModelSizes:
 
     @property
     def mlp_parameters(self) -> int:
-        """Number of parameters of one layer's MLP, or of one expert: 3·D·F if gated (Question 1)."""
+        """Number of parameters of one layer's MLP, or of one expert: 3·D·F if gated, with hidden size D and width F."""
         return self.mlp_matrices * self.hidden_size * self.intermediate_size
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer with all its experts (Question 5)."""
+        """Parameters of one layer with all its experts."""
         return self.attention_parameters + self._of_mlps(self.num_experts * self.mlp_parameters)
 
     @property
     def active_layer_parameters(self) -> int:
-        """Parameters of one layer that one token uses (Question 5)."""
+        """Parameters of one layer that one token uses."""
         return self.attention_parameters + self._of_mlps(self.experts_per_token * self.mlp_parameters)
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output projection, which every sampled row uses: D·V."""
+        """Parameters of the output projection, which every sampled row uses: hidden size times vocabulary size."""
         return self.hidden_size * self.vocab_size
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model: L·D·(3F + 2H(N + K)) + D·V if dense, gated and tied (Question 1)."""
+        """Parameters of the whole model: L·D·(3F + 2H(N + K)) + D·V if it is dense and gated, with tied embeddings."""
         return self._all_layers(self.layer_parameters) + self._vocabulary_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses, with both embeddings (Question 5)."""
+        """Parameters that one token uses, with both embeddings."""
         return self._all_layers(self.active_layer_parameters) + self._vocabulary_parameters
 
     @property
@@ -184,7 +183,7 @@ class ModelSizes:
         return (self.num_layers - self.dense_layers) * layer_parameters + self.dense_layers * dense
 
     def _of_mlps(self, parameters: int) -> int:
-        """Return the mean layer's MLP parameters if an MLP has ``parameters``, with those of the shared MLP."""
+        """Return the mean layer's MLP parameters if one MLP has ``parameters``; the shared MLP is added."""
         shared = self.mlp_matrices * self.hidden_size * self.shared_intermediate_size
         return (parameters + shared) * (self.mlp_layers or self.num_layers) // self.num_layers
 

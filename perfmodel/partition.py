@@ -50,7 +50,7 @@ def closed_form(
     rows = max(num_tokens // num_workers, 1)
     per_row = model.s_part.layer_seconds(rows) / rows
     per_pair = attention.pair_seconds
-    per_row += per_pair * min(attention.tile_rows, rows) / 2  # add what tiles compute in spite of causality
+    per_row += per_pair * min(attention.tile_rows, rows) / 2  # tiles also compute pairs that causality excludes
     per_row += per_pair * context_len
     delays = _delays(model, num_tokens, num_workers, speeds, context_len)
     work = model.num_layers * (per_row * num_tokens + per_pair * num_tokens**2 / 2)
@@ -133,7 +133,9 @@ def searched(measure: Measure, start: Parts, least_stride: int = 1, first_stride
 def _best_near(
     seconds: Callable[[Sequence[int]], float], cuts: tuple[int, ...], num_tokens: int, stride: int
 ) -> tuple[int, ...]:
-    """Return cuts near ``cuts`` that no grid of ``stride`` over neighbouring cuts improves. ``seconds`` times cuts."""
+    """Return cuts near ``cuts`` that moving neighbouring cuts by multiples of ``stride`` does not improve.
+    ``seconds``: measures the time with given cuts.
+    """
     # Cuts that one grid moves together; with more workers, grids of neighbouring cuts take turns
     cuts_together = 3
     groups = [

@@ -36,7 +36,7 @@ def gpu_prefill_model(shape: ModelShape, gpu: Gpu, link: PrefillLink, kv_dtype: 
     """
     layer = shape.layer_layout
     pair_seconds = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) / gpu.flops_per_second.achieved
-    # Rows of a tile of fused kernels on GPUs
+    # Query rows per tile of fused attention kernels on GPUs
     gpu_tile_rows = 128
     return PrefillTimes(
         num_layers=shape.num_layers,

@@ -30,7 +30,7 @@ class PromptAttentionTimes:
     def __post_init__(self) -> None:
         if not 0 < self.pair_seconds < math.inf or self.tile_rows < 1:
             raise ConfigError(
-                f"attention must take finite seconds above zero per pair, and tiles have a row at least, "
+                f"attention must take finite seconds above zero per pair, and tiles must have at least one row, "
                 f"not {self.pair_seconds!r} and {self.tile_rows}"
             )
 
@@ -62,7 +62,7 @@ class PrefillLink:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
-            raise ConfigError("a link must have a bandwidth above zero, and a latency not below")
+            raise ConfigError("a link must have a bandwidth above zero, and a latency of at least zero")
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds that the link is busy with ``num_bytes``, without latency."""
@@ -118,7 +118,7 @@ class PrefillTimes:
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or not 0 <= self.before_share <= 1 or self.kv_bytes < 0 or self.job_seconds < 0:
-            raise ConfigError("a model has a layer at least, and its shares, bytes and seconds are not below zero")
+            raise ConfigError("a model has at least one layer, and shares, bytes and seconds of at least zero")
 
     def part_seconds(self, rows: int, context: int, speed: float = 1.0) -> PartSeconds:
         """Return the seconds of one layer of a part: ``rows`` rows after ``context`` tokens, at relative ``speed``."""

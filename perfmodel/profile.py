@@ -203,7 +203,10 @@ class HardwareProfile:
         return per_step + num_r_workers * plan_step, per_row + plan_row
 
     def measured_contention(self, s_threads: int, r_threads: int, num_kv_heads: int) -> Contention:
-        """Return the contention of S and R on separate cores, measured with the nearest threads, then KV heads."""
+        """Return how much S-worker and R-workers on separate cores slow each other down; 1 if that was not measured.
+        The measurement with the nearest numbers of threads counts, and among several, the one with the nearest KV
+        heads.
+        """
         if not self.contention:
             return Contention()
         nearest = min(
@@ -216,7 +219,7 @@ class HardwareProfile:
         return Contention(nearest.s_slowdown, nearest.r_slowdown)
 
     def anchor_seconds(self, part: str, threads: int) -> float:
-        """Return the recorded seconds of the anchor of S ("s") or R ("r")."""
+        """Return the recorded seconds of the anchor for the S-part (``part`` "s") or the R-part ("r")."""
         for point in self.anchors:
             if (point.part, point.threads) == (part, threads):
                 return point.seconds

@@ -100,7 +100,7 @@ def _build(kind: type[_Part], value: Any, where: str) -> _Part:
 
 def _plain(item: Any, kind: str, where: str) -> Any:
     """Return a field's value: a dataclass for a JSON object of a model's sizes, a tuple for a list."""
-    # Dataclasses within a model's shape, by a field's annotation
+    # Fields of a model's shape that are dataclasses themselves, by annotation
     of_shapes = {"LatentShape | None": LatentShape, "IndexShape | None": IndexShape, "StateShape | None": StateShape}
     if kind in of_shapes and item is not None:
         return _build(of_shapes[kind], item, where)

@@ -126,8 +126,8 @@ def rank_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
 def replicated_bytes(shape: ModelShape, num_ranks: int) -> int:
     """Return the bytes of weights that every rank after the first repeats.
 
-    They are the input embedding, which no plan of transformers cuts, the projections to latents, and an index that
-    picks single tokens.
+    They are the input embedding, which transformers' tensor-parallel plans do not split, the projections to latents,
+    and an index that picks single tokens.
     """
     whole = shape.head_parameters
     if shape.latent:

@@ -45,9 +45,8 @@ NO_LIMITS = ServiceLimits()
 
 @dataclass(frozen=True)
 class Service:
-    """A service as its users see it. ``ttft_seconds``: of a request with a free seat and no other prompt.
-
-    ``price_per_million_tokens``: None if a price is unknown.
+    """A service as its users see it. ``price_per_million_tokens``: None if a price is unknown.
+    ``ttft_seconds``: time to first token of a request that starts at once, while no other prompt is computed.
     """
 
     users: int

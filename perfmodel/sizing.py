@@ -83,10 +83,10 @@ class Workload:
         return (self.shared_prefix_len + self.prompt_len) / 2.0
 
     def read_share(self, windows: Sequence[int], chunked: bool = False) -> float:
-        """Return the fraction of a context that the mean layer reads. With a window w it reads the mean of min(c, w).
-
-        ``windows``: of each layer; 0 for none. If they are lengths of chunks (``chunked``), it reads the mean of c mod
-        w. Contexts c are assumed to be spread evenly around their mean, from the prompt on.
+        """Return the fraction of a context that the mean layer reads.
+        A layer with window w reads the mean of min(c, w). ``windows``: of each layer; 0 for none. With ``chunked`` they
+        are lengths of chunks, and a layer reads the mean of c mod w. Contexts c are assumed to be spread evenly around
+        their mean, from the prompt on.
         """
         read = [self._seen_tokens(window, chunked) for window in windows]
         return sum(read) / len(read) / self.mean_context if read else 1.0
@@ -108,7 +108,7 @@ class Workload:
 
 
 def _read_in_chunks(num_tokens: float, chunk: int) -> float:
-    """Return the tokens that ``num_tokens`` queries, one per position, read from the beginnings of their chunks on."""
+    """Return how many tokens ``num_tokens`` consecutive queries read together, each from its chunk's beginning on."""
     whole, rest = divmod(num_tokens, chunk)
     return (whole * chunk**2 + rest**2) / 2.0
 
@@ -159,8 +159,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan(Candidate):
-    """The answer: the chosen number of R-workers, with the names of the JSON contract.
-
+    """A plan: the chosen number of R-workers, and figures with the names that ``--output-json`` uses.
     ``num_r_workers_exact``: by equation 11, unrounded. ``num_r_workers``: more if memory needs more
     (``r_workers_set_by``). Both are per rank: ``tensor_parallel_size`` ranks have ``total_r_workers``, each with one
     rank's heads of some sequences. ``micro_batch_size`` sequences start every ``interval_steps`` steps, which keeps the
@@ -168,8 +167,8 @@ class Plan(Candidate):
     ``kv_bytes_read_per_token`` (per step and token of context), ``state_bytes_per_sequence`` (of recurrent layers, read
     and written per step), and ``r_worker_bandwidth_gb_per_s``. ``r_workers_bound_by``: "reads" or "arithmetic".
     ``r_workers_arithmetic_over_reads``: seconds of multiply-adds divided by those of reading, for rows or for an
-    index's keys, whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first
-    token of a request with a free seat and no other prompt.
+    index's keys, whichever take longer. ``kv_replicas``: R-workers per sequence. ``ttft_seconds``: time to first token
+    of a request that starts at once, while no other prompt is computed.
     """
 
     mini_batch_size: int

@@ -138,8 +138,8 @@ class RPart:
         fixed = (self.call_seconds, self.row_seconds, self.prompt_row_seconds)
         if not (0 < self.seconds_per_token < math.inf and all(0 <= seconds < math.inf for seconds in fixed)):
             raise ConfigError(
-                f"an R-worker's seconds per cached token must be finite and above zero, and its call and rows not "
-                f"below, not {self.seconds_per_token:g}, {self.call_seconds:g} and {self.row_seconds:g}"
+                f"an R-worker's seconds per cached token must be finite and above zero, and its seconds per call "
+                f"and row at least zero, not {self.seconds_per_token:g}, {self.call_seconds:g} and {self.row_seconds:g}"
             )
 
     def seconds(self, kv_tokens: float, rows: float = 0.0, prompt_rows: float = 0.0) -> float:
@@ -201,7 +201,7 @@ class Transport:
 
     def __post_init__(self) -> None:
         if self.row_bytes < 0 or self.latency_seconds < 0 or any(not rate > 0 for rate in self.hop_bytes_per_second):
-            raise ConfigError("a link must have a bandwidth above zero, and rows and latencies none below")
+            raise ConfigError("a link must have a bandwidth above zero; bytes and latency must be at least zero")
 
     def of_layers(self, share: float) -> Transport:
         """Return this link for the mean layer if only a fraction ``share`` of the layers use the link."""

@@ -67,7 +67,8 @@ class StateShape:
         return "delta" if self.rates == 2 or self.decays > 1 else "scan"
 
     def layer_layout(self, model_item_bytes: int) -> Recurrent:
-        """Return one layer's layout for R-workers, with zero filters. ``model_item_bytes``: of an element of rows.
+        """Return one layer's layout for R-workers; convolution filters are zero.
+        ``model_item_bytes``: of an element of rows.
 
         With ``by_channel``, an engine has a separate layer for the convolution; this layout describes both as one.
         """
@@ -167,7 +168,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         return [
             "full_attention" if layer % period == offset else "mamba" for layer in range(config["num_hidden_layers"])
         ]
-    # RecurrentGemma's names of layers
+    # RecurrentGemma's names of layers, and the usual names
     blocks = {"recurrent": "mamba", "attention": "full_attention"}
     if config.get("model_type") == "recurrent_gemma":  # the list of layers repeats a pattern
         pattern = config.get("block_types") or ("recurrent", "recurrent", "attention")

@@ -87,7 +87,7 @@ class StepModel:
         )
 
     def _slowest(self, load: Load) -> float:
-        """Return the cached tokens of all R-workers if each had as many as the fullest one under ``load``."""
+        """Return ``num_r_workers`` times the expected cached tokens of the fullest R-worker under ``load``."""
         if self.context_spread is None:
             return load.kv_tokens
         each = load.sampled * self.ranges_each / self.num_mini_batches / self.num_r_workers
@@ -106,7 +106,7 @@ class StepModel:
         return max(self._bounds(self.stages(load)).values())
 
     def bottleneck(self, load: Load) -> str:
-        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; of equals the first."""
+        """Return what limits the step: "s-worker", "r-workers", "transport" or "round-trip"; if equal, the first."""
         bounds = self._bounds(self.stages(load))
         return max(bounds, key=lambda name: bounds[name])
 
@@ -125,7 +125,7 @@ class StepModel:
         return int(self.balanced_kv_tokens(tokens) / self.num_r_workers)
 
     def idle_s_share(self, tokens: int) -> float:
-        """Return the S-part's seconds in a step of one row, relative to one of ``tokens``: ``Limits.idle_s_share``."""
+        """Return the S-part's seconds for one row, divided by those for ``tokens`` rows: ``Limits.idle_s_share``."""
         layer, head = self._s_seconds, self.s_part.head_seconds
         seconds = [self.num_layers * layer(rows) + head(rows) for rows in (1, tokens / self.num_mini_batches)]
         return min(1.0, seconds[0] / seconds[1])

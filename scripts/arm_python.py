@@ -1,10 +1,10 @@
-"""A Python of ARM under qemu, with an R-worker: for `make arm-python`, on Debian and what descends from it.
+"""Make a folder with Python and an R-worker for ARM, to run under qemu: `make arm-python`, on Debian or a derivative.
 
     python scripts/arm_python.py FOLDER EXTENSION
 
-FOLDER gets Debian's python3 for arm64, unpacked and not installed, wheels of what an R-worker and the kernels' tests
-need, this checkout's ``fastdecode`` as links, with EXTENSION as its ``_rworker``, and two programs: FOLDER/python and
-FOLDER/fastdecode. QEMU_CPU names the processor.
+FOLDER gets Debian's python3 for arm64, unpacked but not installed, and wheels that an R-worker and the kernels' tests
+need. It also gets links to this checkout's ``fastdecode``, with EXTENSION as its ``_rworker``, and two programs:
+FOLDER/python and FOLDER/fastdecode. QEMU_CPU names the processor that qemu imitates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ exec qemu-aarch64-static -L {folder}/system {folder}/system/usr/bin/python{versi
 
 
 def unpack_debian(folder: Path) -> None:
-    """Unpack DEBIAN and its dependencies for arm64; apt uses its own state, not the machine's."""
+    """Unpack the packages DEBIAN and their dependencies for arm64. apt uses a separate state, not the machine's."""
     state = folder / "apt"
     for part in ("lists/partial", "cache/archives/partial"):
         (state / part).mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def unpack_wheels(folder: Path) -> None:
 
 
 def link_package(folder: Path, extension: Path) -> None:
-    """Link this checkout's ``fastdecode``, entry by entry, with the extension for ARM among them."""
+    """Link each entry of this checkout's ``fastdecode`` into ``folder``, and the ARM extension in place of ours."""
     package = folder / "app" / "fastdecode"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The command line's reference in Markdown, read off the parsers: python scripts/cli_pages.py FOLDER"""
+"""Write the command line's reference in Markdown from its parsers: python scripts/cli_pages.py FOLDER"""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _summary(command: str) -> str:
 
 
 def _page(parser: argparse.ArgumentParser, help_text: str = "", level: int = 1) -> str:
-    """Return usage, flags by groups, and the same for each action of a command; headings begin at ``level``."""
+    """Return a command's usage and flags, then those of its subcommands. Headings begin at ``level``."""
     first, *rest = parser.format_usage().removeprefix("usage: ").rstrip().splitlines()
     usage = "\n".join((first, *(f"    {line.strip()}" for line in rest)))
     blocks = [f"{'#' * level} {parser.prog}", _text(parser.description or help_text), f"```text\n{usage}\n```"]
@@ -80,7 +80,7 @@ def _page(parser: argparse.ArgumentParser, help_text: str = "", level: int = 1) 
 
 
 def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, level: int) -> Iterator[str]:
-    """Yield a heading and a list of definitions if the group has visible flags."""
+    """Yield a heading and a list of definitions, if the group has flags that are not hidden."""
     shown = [
         each
         for each in group._group_actions
@@ -94,7 +94,7 @@ def _group(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, leve
 
 
 def _definition(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """Return a flag with its values, and its help below."""
+    """Return a definition: the flag with its values, and its help."""
     formatter = parser._get_formatter()
     name = ", ".join(f"`{each}`" for each in formatter._format_action_invocation(action).split(", --"))
     name = name.replace(", `", ", `--")
@@ -103,7 +103,7 @@ def _definition(parser: argparse.ArgumentParser, action: argparse.Action) -> str
 
 
 def _text(text: str) -> str:
-    """Return help text, escaped where Markdown or HTML would give characters a meaning."""
+    """Return help text in which characters that mean something in Markdown or HTML are escaped."""
     for sign in ("\\", "*", "_", "<", "[", "|"):
         text = text.replace(sign, f"\\{sign}" if sign != "<" else "&lt;")
     return " ".join(text.split())

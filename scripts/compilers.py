@@ -1,7 +1,8 @@
-"""Build the R-worker with every compiler at hand and test its kernels: `make compilers`.
+"""Build the R-worker with every installed compiler and test its kernels: `make compilers`.
 
-For each compiler and optimization: the C++ tests, then tests/rworker on the extension, with all instruction sets of
-this CPU. Prints a table of passed, failed (with the log's name) and not available; fails if any failed.
+For each compiler and optimization level, the C++ tests run, then tests/rworker on the extension, with all instruction
+sets of this CPU. A table shows what passed, failed (with the log's name) or is not installed. The exit status is 1 if
+any failed.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ OPTIMIZATIONS = ["-O2", "-O3"]
 
 
 def find(name: str) -> str | None:
-    """Return the command that compiles: ``zig c++`` is a recent clang in a Python package (`pip install ziglang`)."""
+    """Return the command of a compiler, or None. "zig" is clang as a Python package (`pip install ziglang`)."""
     if name != "zig":
         return shutil.which(name)
     if subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True, check=False).returncode:
         return None
     wrapper = OUT / "zig-c++"
-    # Without a target zig would compile every file for this very CPU.
+    # Without -target, zig would use all instructions of this CPU in every file.
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang c++ -target x86_64-linux-gnu "$@"\n')
     wrapper.chmod(0o755)
     return str(wrapper)
 
 
 def check(compiler: str, name: str, optimization: str) -> bool:
-    """Build and test once; a log beside the build keeps all output."""
+    """Build and test with one compiler; return whether all tests pass. A log beside the build has all output."""
     build = OUT / (name + optimization)
     pybind11 = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
     configure = [str(BIN / "cmake"), "-S", str(ROOT), "-B", str(build), f"-DCMAKE_CXX_COMPILER={compiler}"]
@@ -59,7 +60,7 @@ def check(compiler: str, name: str, optimization: str) -> bool:
 
 
 def main() -> int:
-    """Exit 1 if any compiler's kernels failed."""
+    """Test all compilers. Return 1 if any compiler's kernels failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("compilers", nargs="*", default=[*GNU, *CLANG, "zig"])
     parser.add_argument("--optimizations", default=",".join(OPTIMIZATIONS), help="comma list (%(default)s)")

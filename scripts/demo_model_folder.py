@@ -1,6 +1,6 @@
-"""The demo model's folder: its text, its byte tokenizer, its files, and how good its completions are.
+"""Writes and measures the demo model's folder: its text, byte tokenizer and files, and how good its completions are.
 
-``train_demo_model.py`` imports this; run alone (``python scripts/demo_model_folder.py [folder]``) it measures a folder.
+``train_demo_model.py`` imports this module. Alone, ``python scripts/demo_model_folder.py [folder]`` measures a folder.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def only_code(text: str) -> str:
 
 
 def stdlib_split(code_only: bool = False) -> tuple[list[str], str, list[str]]:
-    """Return texts of the training files, the shipped held-out slice, and the names of its files.
-
-    A content hash splits them.
+    """Return the texts of the training files, a held-out text, and the names of the files in the held-out text.
+    A hash of each file's content decides whether it is held out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
@@ -87,7 +86,7 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def heldout_bits(model: LlamaForCausalLM, text: str, window: int = 1024, limit: int | None = None) -> float:
-    """Return bits per byte over consecutive windows of ``window`` bytes, each after a bos token."""
+    """Return the model's bits per byte over consecutive windows of ``window`` bytes, each after a bos token."""
     data = np.frombuffer(text.encode()[:limit], np.uint8).astype(np.int64)
     rows = data[: len(data) // window * window].reshape(-1, window)
     ids = torch.from_numpy(np.concatenate([np.full((len(rows), 1), BOS), rows], axis=1))
@@ -108,7 +107,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def parses(completion: str) -> bool:
-    """Return whether a function is valid Python. If it did not end, up to three last lines may be left out."""
+    """Return whether a function is valid Python.
+    Up to three last lines may be left out, as generation may have cut it.
+    """
     end = re.search(r"\n(?=[^\s#)\]}])", completion[completion.index(":\n") :])
     if end:
         tries = [completion[: completion.index(":\n") + end.end()]]
@@ -125,7 +126,7 @@ def parses(completion: str) -> bool:
 
 @torch.no_grad()
 def complete(folder: Path, prompts: list[str], temperature: float = 0.0, tokens: int = 256) -> list[str]:
-    """Return prompts with their completions by transformers in float32; greedy at temperature 0."""
+    """Return the prompts, each followed by transformers' completion in float32. ``temperature`` 0 means greedy."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -135,7 +136,7 @@ def complete(folder: Path, prompts: list[str], temperature: float = 0.0, tokens:
 
 
 def heldout_headers(text: str, count: int) -> list[str]:
-    """Return ``count`` function headers of the text, without indentation, chosen by hash."""
+    """Return ``count`` function headers of the text, without indentation. A hash chooses them."""
     headers = {textwrap.dedent(header) for header in re.findall(r"^ *def [^\n]*\):\n", text, re.M)}
     return sorted(headers, key=lambda header: hashlib.sha256(header.encode()).digest())[:count]
 
@@ -178,7 +179,7 @@ def export(out: Path, model: LlamaForCausalLM, heldout: str) -> None:
 
 
 def write_readme(out: Path, how: str, heldout_names: list[str], code_only: bool) -> None:
-    """Say in the folder what the model is, what it was trained on and how good it turned out."""
+    """Write a README in the folder: what the model is, how it was trained, and how good it is."""
     (out / "README.md").write_text(
         f"""# Demo model
 

@@ -1,7 +1,7 @@
-"""Write docs/features.md: which features work together: python scripts/features.py
+"""Write docs/features.md, which says which features work together: python scripts/features.py
 
-A pair that ``EngineConfig`` refuses has its reason. Of the others it is counted in how many of NUM_ROUNDS rounds of
-`make chaos` (tests/chaos) both are drawn, with the same seeds each time.
+For a pair that ``EngineConfig`` refuses, the page has the reason. For other pairs, the script counts in how many of
+NUM_ROUNDS rounds `make chaos` (tests/chaos) draws both, with the same seeds each time.
 """
 
 from __future__ import annotations
@@ -116,12 +116,11 @@ draws both.
 
 
 def main() -> None:
-    """Write the page."""
     PAGE.write_text(rendered(), encoding="utf-8")
 
 
 def rendered() -> str:
-    """Return the page of refused pairs."""
+    """Return the page with the refused pairs of features, by reason."""
     by_reason: dict[str, list[frozenset[str]]] = {}
     for pair, reason in _refusals().items():
         by_reason.setdefault(reason, []).append(pair)
@@ -133,7 +132,7 @@ def rendered() -> str:
 
 
 def matrix() -> str:
-    """Return a page of how many rounds draw each pair; it draws NUM_ROUNDS rounds."""
+    """Return a page with a table: in how many of NUM_ROUNDS rounds each pair of features is drawn."""
     counts, refusals = _counts(), _refusals()
     settings, events = list(SETTINGS), [name for name in DRAWN if name not in SETTINGS]
     lines = ["| | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
@@ -155,7 +154,7 @@ def _cell(name: str, other: str, counts: Counter[frozenset[str]], refusals: dict
 
 
 def _counts() -> Counter[frozenset[str]]:
-    """Return the number of rounds that draw both features of each pair."""
+    """Return, for each pair of features, in how many rounds both are drawn."""
     counts = Counter[frozenset[str]]()
     for seed in range(NUM_ROUNDS):
         drawn = draw(seed)
@@ -169,7 +168,7 @@ def _counts() -> Counter[frozenset[str]]:
 
 
 def _refusals() -> dict[frozenset[str], str]:
-    """Return, for each refused pair of features, the reason. Both features are accepted alone."""
+    """Return the reason for each refused pair of features. Each feature alone is accepted."""
     found = {}
     for states, (name, settings) in product((STATES, STATES_HERE), SETTINGS.items()):
         try:
@@ -186,7 +185,7 @@ def _refusals() -> dict[frozenset[str], str]:
 
 
 def _of_states() -> str:
-    """Return the further refusals for a model with recurrent states."""
+    """Return the text of further refusals for models with recurrent states."""
     found = []
     kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "r-workers", "keep_session": 9.0}
     ranges = {"kv_shard_tokens": 512}

@@ -1,4 +1,4 @@
-"""Fetch a small chat model once and print the folder it is in, as `fastdecode get-model` does: `make model`."""
+"""Download a small chat model, unless it is there, and print its folder, like `fastdecode get-model`: `make model`."""
 
 from __future__ import annotations
 

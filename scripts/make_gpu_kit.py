@@ -1,7 +1,7 @@
-"""Build dist/gpu-kit: the kit that proves and measures FastDecode on a GPU host without a package index.
+"""Build dist/gpu-kit, which tests and measures FastDecode on a GPU host without a package index: `make gpu-kit`.
 
-`make gpu-kit`. It holds wheels of this project for each asked Python, wheels of what a host with torch and transformers
-may lack, the kit's modules, the tests of a GPU, configurations of models, and run.sh.
+It holds wheels of this project for each requested Python, wheels that a host with torch and transformers may lack, the
+kit's modules, the GPU tests, configurations of models, and run.sh.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = ("conftest.py", "test_cuda.py", "references.json", "helpers", "doubles")
 
 
 def main() -> None:
-    """Build it, and print its size and the seconds that it took."""
+    """Build the kit, and print its size and the seconds that this took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--pythons", default=",".join(dict.fromkeys(("3.12", own))), help="comma list (%(default)s)")
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def build_wheels(versions: list[str]) -> None:
-    """Build this project's wheels, as `make wheels` does, into the kit alone."""
+    """Build this project's wheels into the kit, as `make wheels` does."""
     wheels.DIST = ROOT / "out" / "gpu-kit"
     processor = platform.machine()
     wheels.check_compilers([processor])
@@ -68,7 +68,7 @@ def build_wheels(versions: list[str]) -> None:
 
 
 def fetch(version: str) -> None:
-    """Fetch wheels of the other packages for one Python."""
+    """Fetch wheels of the other packages for one Python version."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q", "--no-deps", "-d"]
     command += [str(KIT / "wheels"), "--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
     command += [word for each in PLATFORMS for word in ("--platform", each)]

@@ -33,7 +33,7 @@ first, R-workers the older row. That happens with few index heads (2 in a tiny d
 
 
 def page(version: str, records: list[dict[str, str]]) -> str:
-    """Render docs/models.md: exact architectures by cache, the others by reason."""
+    """Return docs/models.md: exact architectures grouped by kind of cache, the others by reason."""
     counts = Counter(each["result"] for each in records)
     said = ", ".join(f"{counts[each]} {each}" for each in RESULTS if counts[each])
     parts = [HEAD.format(version=version, count=len(records), said=said)]
@@ -50,7 +50,7 @@ def page(version: str, records: list[dict[str, str]]) -> str:
 
 
 def _grouped(records: list[dict[str, str]], result: str, key: str) -> list[tuple[str, list[dict[str, str]]]]:
-    """Return the records of a result by their values of ``key``, the largest groups first."""
+    """Return the records with this ``result``, grouped by their values of ``key``, the largest groups first."""
     groups: dict[str, list[dict[str, str]]] = {}
     for each in records:
         if each["result"] == result:

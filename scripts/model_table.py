@@ -1,7 +1,8 @@
-"""Write docs/models.md: every causal language model of the installed transformers, tried: `make models`.
+"""Try every causal language model of the installed transformers, and write docs/models.md: `make models`.
 
-Each is built tiny with random weights; the engine's greedy tokens and their log-probabilities are compared with those
-of ``generate``, in a fork with limits of time and memory. ``python scripts/model_table.py NAME …`` prints some rows.
+Each is built tiny with random weights. The engine's greedy tokens and their log-probabilities are compared with those
+of ``generate``, in a child process with limits of time and memory. ``python scripts/model_table.py NAME …`` prints the
+rows of the named models only.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ SPREADS = (0.15, 0.4, 1.0)
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture. ``result``: "exact", "refused", "not tried", or, which must not be, "differs" or "crashed".
-
-    ``cache``: what a layer keeps of earlier tokens. ``distinct``: tokens that the outputs have, to see that they vary.
+    """One architecture. ``result``: "exact", "refused", "not tried"; or "differs" or "crashed", which are bugs.
+    ``cache``: what a layer keeps of earlier tokens. ``distinct``: number of different tokens in the outputs; equal
+    outputs prove little if there are few.
     """
 
     model_type: str
@@ -64,7 +65,7 @@ class Row:
 
 
 def model_types() -> list[str]:
-    """Return every model type with a causal language model in transformers, or one whose text part is loaded."""
+    """Return every model type of transformers that is a causal language model, or that has one as its text part."""
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WITH_PICTURES})
 
 
@@ -85,7 +86,7 @@ def tried(model_type: str) -> Row:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             if type(model.config) is not type(config):
-                config.save_pretrained(folder)  # the whole model's, as published ones have it
+                config.save_pretrained(folder)  # published folders have the whole model's configuration
             row = _compared(model_type, model, folder, cache)
         if row.result != "exact" or row.distinct > 4:
             break
@@ -93,13 +94,13 @@ def tried(model_type: str) -> Row:
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of random tokens, of PROMPT_LENGTHS."""
+    """Return prompts of random tokens, with the lengths PROMPT_LENGTHS."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
 def _compared(model_type: str, model: Any, folder: str, cache: str) -> Row:
-    """Run the model in ``folder``, loaded as ``model``, in both programs and compare."""
+    """Run the model in ``folder``, loaded as ``model``, in the engine and in transformers; compare the outputs."""
     try:
         found, cache = _engine_tokens(folder)
     except UnsupportedModelError as error:
@@ -174,7 +175,7 @@ def _generated(model: Any, prompt: list[int]) -> Output:
 
 
 def _short(message: str) -> str:
-    """Return a refusal without the words that all refusals share."""
+    """Return a refusal's message without the words that all refusals have."""
     reason = message.partition(": this model ")[2].partition("; supported are")[0]
     return reason.replace(", so its attention cannot be handed to R-workers", "")
 
@@ -184,7 +185,7 @@ def _line(error: BaseException) -> str:
 
 
 def bytes_per_token(model_type: str) -> str:
-    """Return the bytes of a token's keys and values in 16 bits, if `plan` knows the class's default configuration."""
+    """Return the bytes of a token's keys and values in 16 bits, for the type's default configuration; "" if unknown."""
     try:
         shape = read_shape(transformers.CONFIG_MAPPING[model_type]().to_dict(), model_type)
         return f"{shape.kv_bytes_per_token('bfloat16'):,}"
@@ -193,7 +194,7 @@ def bytes_per_token(model_type: str) -> str:
 
 
 def in_a_fork(model_type: str, run: Callable[[str], Row] = tried) -> Row:
-    """Call ``run`` in a child process with limits; return a row whatever happens to it."""
+    """Call ``run`` in a child process with limits. Return a row even if that process crashes."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -228,7 +229,7 @@ def _limit() -> None:
 
 
 def _read(reader: int, until: float) -> bytes | None:
-    """Return everything that the child writes; None if time is up."""
+    """Return everything that the child process writes; None if the time limit is reached."""
     parts = []
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -239,14 +240,14 @@ def _read(reader: int, until: float) -> bytes | None:
 
 
 def record(row: Row) -> dict[str, str]:
-    """Return a row as docs/assets/models.json has it."""
+    """Return a row in the form of docs/assets/models.json."""
     size = bytes_per_token(row.model_type) if row.result == "exact" else ""
     fields = {"architecture": row.model_type, "cache": row.cache, "bytes_per_token": size, "result": row.result}
     return fields | {"reason": row.reason}
 
 
 def main(names: list[str]) -> None:
-    """Try those named, or all, and then write the page."""
+    """Try the named models and print their rows; without names, try all and write the page."""
     torch.set_num_threads(1)
     rows = []
     for name in names or model_types():

@@ -16,13 +16,12 @@ OURS, THEIRS, GRID = "#3f51b5", "#b0b4c8", "#d8dae2"
 
 
 def main() -> None:
-    """Draw both pictures."""
     draw_kernels(table("Beside vLLM's kernel"))
     draw_end_to_end(table("vLLM's CPU build 0.32 on Zen 4"))
 
 
 def table(title: str) -> list[list[str]]:
-    """Return the rows of the table in the ledger's entry of that title, without its heading."""
+    """Return the rows of the table in the ledger's entry with this title, without the heading."""
     topics = json.loads((DOCS / "ledger" / "measured.json").read_text("utf-8"))["topics"]
     entry = next(entry for topic in topics for entry in topic["entries"] if entry["title"] == title)
     lines = [line for line in entry["text"] if line.startswith("| ")]
@@ -30,12 +29,12 @@ def table(title: str) -> list[list[str]]:
 
 
 def numbers(cell: str) -> list[float]:
-    """Return the numbers of a cell; a comma before three digits separates thousands."""
+    """Return the numbers in a cell. A comma before three digits separates thousands."""
     return [float(each.replace(",", "")) for each in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", cell)]
 
 
 def draw_kernels(rows: list[list[str]]) -> None:
-    """Draw bars of GB/s with two threads, ours beside vLLM's."""
+    """Draw bars of GB/s with two threads: FastDecode's kernels beside vLLM's."""
     ours, theirs = ([numbers(row[column])[1] for row in rows] for column in (1, 2))
     figure, axes = plt.subplots(figsize=(9, 4.6), dpi=110)
     places = range(len(rows))
@@ -49,7 +48,7 @@ def draw_kernels(rows: list[list[str]]) -> None:
 
 
 def shape_name(cell: str) -> str:
-    """Return a label of a row such as "bfloat16 32 / 8, 64, 1,024": query and KV heads, batch, context."""
+    """Return a label for a row such as "bfloat16 32 / 8, 64, 1,024": query and KV heads, batch, context."""
     dtype, rest = cell.split(" ", 1)
     heads, batch, context = rest.split(", ")
     counts = f"{batch.removeprefix('batch ')} × {context.removeprefix('context ')}"
@@ -57,7 +56,7 @@ def shape_name(cell: str) -> str:
 
 
 def draw_end_to_end(rows: list[list[str]]) -> None:
-    """Draw bars of decode tokens/s over vLLM's."""
+    """Draw bars of decode tokens/s divided by vLLM's."""
     ratios = [numbers(row[3])[0] for row in rows]
     figure, axes = plt.subplots(figsize=(9, 3.2), dpi=110)
     axes.barh(range(len(rows)), ratios, 0.6, color=[OURS if ratio >= 1 else THEIRS for ratio in ratios])
@@ -77,7 +76,7 @@ def draw_end_to_end(rows: list[list[str]]) -> None:
 
 
 def finish(figure: plt.Figure, axes: plt.Axes, name: str) -> None:
-    """Turn the order of rows, tidy the frame and write the file."""
+    """Put the first row on top, remove the frame, and write the file."""
     axes.invert_yaxis()
     axes.grid(axis="x", color=GRID)
     axes.set_axisbelow(True)

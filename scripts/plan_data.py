@@ -1,6 +1,6 @@
-"""The figures that the calculator's equations take, docs/assets/planner.js: sizes of models, presets, and constants.
+"""Makes docs/assets/planner.js for the calculator page: sizes of models, presets, and constants of the equations.
 
-The equations themselves stand in JavaScript once more; tests/test_calculator.py compares both at random machines.
+The page has the equations themselves in JavaScript; tests/test_calculator.py compares both for random machines.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def is_plain(name: str) -> bool:
-    """Return whether the JavaScript equations know the model: all layers attend to all tokens, with K and V in rows."""
+    """Return whether the page's equations cover the model: all layers attend to all tokens, with K and V in rows."""
     shape = find_shape(name)
     return not (shape.latent or shape.index or shape.state or any(shape.windows))
 
 
 def data(models: tuple[str, ...], weights: tuple[str, ...], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return all figures of ``models`` that are plain, and of all presets."""
+    """Return all figures: of the ``models`` that the page's equations cover, and of all presets."""
     usual = gpu_of("1GB/s:1TFLOPS:1GiB")
     plain = [model for model in models if is_plain(model)]
     return {
@@ -76,12 +76,12 @@ def data(models: tuple[str, ...], weights: tuple[str, ...], parser: argparse.Arg
 
 
 def script(models: tuple[str, ...], weights: tuple[str, ...], parser: argparse.ArgumentParser) -> str:
-    """Return the script that gives the page its figures."""
+    """Return the script that defines the figures for the page."""
     return f"window.planData = {json.dumps(data(models, weights, parser), separators=(',', ':'))};\n"
 
 
 def _sizes(model: str, kind: str, parser: argparse.ArgumentParser) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield numbers of ranks that can share the model, and the sizes of one rank's part."""
+    """Yield each number of ranks that can share the model, with the sizes of one rank's part."""
     for count in RANKS:
         words = ["plan", "--model", model, "--tensor-parallel-size", str(count)]
         args = parser.parse_args([*words, *(() if kind == "plain" else ("--weights", kind))])

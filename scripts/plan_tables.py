@@ -1,7 +1,8 @@
-"""The calculator's tables, which the planner itself writes when the site is built (docs/calculator.md).
+"""Makes the tables of the calculator page (docs/calculator.md) with the planner, when the site is built.
 
-A table has one entry for each combination of the choices in ``AXES``; nothing lies between them, so an entry is what
-`fastdecode plan` prints for the same flags. The page plans other models itself, with the figures of ``plan_data``.
+A table has an entry for each combination of the choices in ``AXES``, so each entry is exactly what `fastdecode plan`
+prints for the same flags. For models without a table, the page computes plans itself, with the figures of
+``plan_data``.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ Entry = dict[str, Any]
 
 
 def tables() -> dict[str, str]:
-    """Return scripts by their file names: the choices, the figures of the page's equations, and a table of each model
-    that the equations do not know."""
+    """Return scripts by file name: the choices, the page's figures, and a table per model without equations."""
     names = {"models": MODELS, "axes": AXES}
     scripts = {"choices.js": f"window.planChoices = {json.dumps(names)};\n"}
     scripts["data.js"] = plan_data.script(MODELS, AXES["weights"], _parser())
@@ -91,7 +91,7 @@ def flags(model: str, choice: Choice, ranks: int) -> list[str]:
 
 @cache
 def fewest_ranks(model: str, gpu: str) -> int:
-    """Return the fewest GPUs, a power of two, whose memory holds the model's weights, or else ``MOST_RANKS``."""
+    """Return the fewest GPUs, a power of two, whose memory holds the model's weights; at most ``MOST_RANKS``."""
     shape, ranks = find_shape(model), 1
     while ranks < MOST_RANKS:
         group = RankGroup(ranks, gpu_peer_link(find_gpu(gpu)))
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(words: list[str]) -> tuple[PlanCase, int | None]:
-    """Return the plan, with its ranges and their tokens; of plans' features, only ranges change it without a flag."""
+    """Return the plan with its ranges, and the tokens of a range. The planner would add no other feature by itself."""
     case, ranges = PlanCase.of(_parser().parse_args(words)), RangeVariant()
     found = ranges.figures(case)
     return case.with_planner(ranges.planner(case, found)), found.kv_shard_tokens
@@ -146,5 +146,5 @@ def _figures(case: PlanCase) -> Entry:
 
 
 def rounded(value: float) -> float:
-    """Return the number with ``NUM_DIGITS`` digits."""
+    """Return the number rounded to ``NUM_DIGITS`` significant digits."""
     return float(f"{value:.{NUM_DIGITS}g}")

@@ -1,5 +1,6 @@
-"""Make the wheel of `fastdecode-r-worker` from one of `fastdecode`: the same files less the S-part, and four
-packages as dependencies, for hosts that only run R-workers.
+"""Make the wheel of `fastdecode-r-worker` from a wheel of `fastdecode`, for hosts that only run R-workers.
+
+It has the same files without the S-part, and only four packages as dependencies.
 
     python scripts/r_worker_wheel.py dist/fastdecode-0.1.0-….whl --out dist
 """
@@ -26,7 +27,7 @@ among those of `fastdecode`, which the S-worker's host installs, and both cannot
 
 
 def r_worker_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of the R-worker's wheel from those of the whole wheel, RECORD last, by name."""
+    """Return the files of the R-worker's wheel by name, selected from those of the whole wheel; RECORD is last."""
     kept = {}
     for name, content in files.items():
         if not LEFT_OUT.match(name) and not name.endswith(".dist-info/RECORD"):
@@ -37,7 +38,7 @@ def r_worker_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def r_worker_metadata(metadata: str) -> str:
-    """Return the whole wheel's metadata under the other name, with fewer dependencies and extras."""
+    """Return the whole wheel's metadata with the R-worker's name, and fewer dependencies and extras."""
     lines = metadata.partition("\n\n")[0].splitlines()
     replaced = {"Name": NAME, "Summary": SUMMARY}
     return "".join(f"{_replace(line, replaced)}\n" for line in lines if _is_kept(line)) + DESCRIPTION
@@ -59,7 +60,7 @@ def _is_kept(line: str) -> bool:
 
 
 def record(files: Mapping[str, bytes], own_name: str) -> str:
-    """Return RECORD of a wheel: name, digest and size of each file, and its own name without them."""
+    """Return the content of RECORD: name, digest and size of each file, and RECORD's own name without them."""
 
     def digest(content: bytes) -> str:
         return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
@@ -71,7 +72,7 @@ def record(files: Mapping[str, bytes], own_name: str) -> str:
 
 
 def make_r_worker_wheel(wheel: Path, folder: Path) -> Path:
-    """Write the R-worker's wheel of ``wheel`` (`fastdecode-….whl`) into ``folder``; returns its path."""
+    """Write the R-worker's wheel, made from ``wheel`` (`fastdecode-….whl`), into ``folder``; return its path."""
     with zipfile.ZipFile(wheel) as whole:
         infos = {info.filename: info for info in whole.infolist() if not info.is_dir()}
         files = r_worker_files({name: whole.read(name) for name in infos})

@@ -1,4 +1,4 @@
-"""Draw docs/load_stabilizing.png: whole batches against spread starts, by the live scheduler in simulated time.
+"""Draw docs/load_stabilizing.png, whole batches and spread starts, with the real scheduler in simulated time.
 
 python scripts/schedule_picture.py docs/load_stabilizing.png
 """
@@ -22,7 +22,7 @@ SCHEDULES = {
 
 
 def kv_loads(schedule: str) -> list[int]:
-    """Return the KV tokens that each step of a run attends."""
+    """Return how many KV tokens each step of a simulated run attends to."""
     limit = ["--kv-load-limit", str(512 * (4 + (256 + 8) // 2))] if schedule == "sls" else []
     words = ["simulate", *MACHINE, *WORKLOAD, "--schedule", schedule, *limit]
     return [

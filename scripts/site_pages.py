@@ -1,7 +1,7 @@
-"""A hook of MkDocs, named in mkdocs.yml, that adds pages from outside docs/ to the site.
+"""A MkDocs hook, named in mkdocs.yml, that adds pages from outside docs/ to the site.
 
-The repository's other pages, the command line's reference and the calculator's tables become pages and files of the
-site, and links between Markdown files of the repository become links between its pages.
+It adds the repository's other Markdown files, the command line's reference and the calculator's tables. Links between
+Markdown files of the repository become links between pages of the site.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 
 
 def on_config(config: Any) -> Any:
-    """Enter the commands' pages in the navigation, below their index."""
+    """Add the pages of all commands to the navigation, below the commands' index."""
     commands = [{name: f"cli/{cli_pages.file_name(name)}"} for name in cli_pages.COMMANDS]
     reference = next(section["Reference"] for section in config.nav if "Reference" in section)
     reference[0] = {"Command line": ["cli/index.md", *commands]}
@@ -105,7 +105,7 @@ hide: [navigation, toc]
 
 
 def front_page(readme: str) -> str:
-    """Return the site's front page: the README with three cards in place of the table of its first screen."""
+    """Return the site's front page: the README, with three cards in place of its first table."""
     rows = re.findall(r"^\| (?:one|an) .*? \| (.*?) \| .* \|$", readme, re.MULTILINE)
     home, operator = rows
     table = re.search(r"^\| you have \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
@@ -115,7 +115,7 @@ def front_page(readme: str) -> str:
 
 
 def script_page(script: str) -> str:
-    """Return a page of a script in cells: its docstring, and each cell's first line above its code."""
+    """Return a page for a script with cells: its docstring, and each cell's first line as text above its code."""
     _, docstring, code = script.split('"""', 2)
     title, _, rest = docstring.partition("\n")
     heading, _, command = title.rpartition(": ")
@@ -132,7 +132,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def relinked(markdown: str, site_uri: str) -> str:
-    """Return the text of the page at ``site_uri`` with each link to a file of the repository as the site has it."""
+    """Return the text of the page at ``site_uri``; links to files of the repository become links of the site."""
     sources = {site: place for place, site in PAGES.items()}
     folder = posixpath.dirname(sources.get(site_uri, f"docs/{site_uri}"))
 

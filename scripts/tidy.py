@@ -1,6 +1,6 @@
-"""Count words and forms that our English avoids, and hold each count below its ceiling: python scripts/tidy.py
+"""Count words and forms that our English avoids, and check that no count exceeds its ceiling: python scripts/tidy.py
 
-A ceiling only falls: whoever gets below one lowers it here. ``python scripts/tidy.py NAME`` prints a form's places.
+If a count gets lower, lower its ceiling too. ``python scripts/tidy.py NAME`` prints where the form NAME occurs.
 """
 
 from __future__ import annotations
@@ -104,21 +104,21 @@ CEILINGS = {
 
 
 def files(patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of the repository that match one of ``patterns``, links to packages apart."""
+    """Return the files of the repository that match one of ``patterns``, except links to packages and this file."""
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
     linked = [ROOT / "fastdecode" / name for name in ("sworker", "cluster", "perfmodel")]
-    linked.append(Path(__file__))  # it names what it looks for
+    linked.append(Path(__file__))  # this file contains the words that it looks for
     return sorted(path for path in found if path not in linked and not any(link in path.parents for link in linked))
 
 
 def texts(patterns: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield each file with its text, where line breaks and marks of comments are single spaces."""
+    """Yield each file with its text. Line breaks and comment signs are replaced by single spaces."""
     for path in files(patterns):
         yield path, re.sub(r"\s*\n\s*(?:#|//|\*)?\s*", " ", path.read_text("utf-8"))
 
 
 def places(name: str) -> list[str]:
-    """Return each place of a form, a line each: its file and the words around it."""
+    """Return a line for each occurrence of a form: the file, and the words around it."""
     where, form = name.split(": ")
     pattern = re.compile(WORDS[form], re.IGNORECASE)
     return [
@@ -140,7 +140,7 @@ def long_sentences() -> list[str]:
 
 
 def sentences(page: str) -> list[str]:
-    """Return the sentences of a Markdown page's prose: no code, tables, headings or names of links' targets."""
+    """Return the sentences of a Markdown page's prose, without code, tables, headings and link targets."""
     prose = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
     prose = re.sub(r"\]\([^)]*\)", "]", prose).replace("<br>", "\n\n")
     prose = re.sub(r"^(?:\||#|!\[|:::|\s*options:).*$", "\n", prose, flags=re.MULTILINE)
@@ -162,14 +162,14 @@ def wide_cells() -> list[str]:
 
 
 def fragments(patterns: tuple[str, ...]) -> list[str]:
-    """Return the summaries of docstrings that begin with a word which makes a fragment."""
+    """Return the docstring summaries that begin with a word such as "What" or "Of", which makes them fragments."""
     begins = re.compile(r'^ *"""((?:What|Of|Whether|Where|Those|That|By|As)\b.*)', re.MULTILINE)
     found = ((path.relative_to(ROOT), begins.findall(path.read_text("utf-8"))) for path in files(patterns))
     return [f"{path}: {summary}" for path, summaries in found for summary in summaries]
 
 
 def size(pattern: str, count: str) -> int:
-    """Return the words or lines of the pages that match a pattern."""
+    """Return the number of words or lines of the pages that match ``pattern``. ``count``: "words" or "lines"."""
     pages = [path.read_text("utf-8") for path in files((pattern,))]
     return sum(len(page.split()) if count == "words" else page.count("\n") for page in pages)
 
@@ -195,7 +195,7 @@ def measured() -> dict[str, int]:
 
 
 def main(names: list[str]) -> int:
-    """Print what is above its ceiling, or the places of the forms that are named; 1 where something is."""
+    """Print the counts above their ceilings and return 1 if there are any. With ``names``, print where they occur."""
     listed = {
         "pages: sentences of over 25 words": long_sentences,
         "code: docstrings that are fragments": lambda: fragments(PYTHON),

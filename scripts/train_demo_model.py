@@ -26,7 +26,7 @@ PHASES = ((0.0, 256), (0.5, 512), (0.85, 1024))
 
 
 class Windows:
-    """Batches of windows over the shuffled corpus. A batch depends only on the step, so a run can resume anywhere."""
+    """Batches of windows over the shuffled corpus. Each batch depends only on the step, so that a run can resume."""
 
     def __init__(self, texts: list[str], tokens_per_step: int, seed: int) -> None:
         order = np.random.default_rng(seed).permutation(len(texts))
@@ -40,7 +40,7 @@ class Windows:
         self.chunks = len(self.stream) // CHUNK - 1
 
     def starts(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """Move offsets back to the start of a top-level statement, or of a line if none is near."""
+        """Move offsets back to the start of a top-level statement, or of a line if no statement is near."""
         line = self.lines[np.searchsorted(self.lines, offsets, "right") - 1]
         top = self.tops[np.searchsorted(self.tops, offsets, "right") - 1]
         near = np.where(offsets - top < length // 4, top, line)
@@ -70,7 +70,9 @@ def orthogonalized(update: torch.Tensor) -> torch.Tensor:
 
 
 class Optimizer:
-    """Muon for the layers' matrices and Adam for everything else, with state in one flat dictionary of tensors."""
+    """Muon for the layers' matrices and Adam for all other parameters.
+    One flat dictionary of tensors holds the state.
+    """
 
     def __init__(self, model: torch.nn.Module, muon_rate: float, adam_rate: float) -> None:
         named = dict(model.named_parameters())
@@ -82,7 +84,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, count: int, scale: float) -> None:
-        """Do update number ``count``, from 1, with learning rates times ``scale``, and clear the gradients."""
+        """Do the update with number ``count`` (from 1), with learning rates times ``scale``; clear the gradients."""
         groups: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for name, p in self.matrices.items():
             assert p.grad is not None
@@ -121,7 +123,7 @@ def new_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, progress: dict[str, float]) -> None:
-    """Write weights, optimizer state and progress as one safetensors file, by way of a rename."""
+    """Write weights, optimizer state and progress as one safetensors file, and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     tensors |= {f"optimizer.{n}": t for n, t in optimizer.state.items()}
@@ -130,7 +132,7 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, p
 
 
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer) -> dict[str, float]:
-    """Restore what ``save_checkpoint`` wrote, if the file exists; return steps and seconds done."""
+    """Load what ``save_checkpoint`` wrote, if the file exists; return the steps and seconds of training done."""
     if not path.exists():
         return {"step": 0, "seconds": 0.0}
     tensors = load_file(path)
@@ -141,7 +143,7 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer) -
 
 
 def train(args: argparse.Namespace, model: LlamaForCausalLM, texts: list[str], heldout: str) -> dict[str, float]:
-    """Train until the steps or the minutes are used up, with a checkpoint about every minute."""
+    """Train until the limit of steps or minutes is reached; write a checkpoint about every minute."""
     windows = Windows(texts, args.tokens_per_step, args.seed)
     optimizer = Optimizer(model, args.muon_rate, args.adam_rate)
     path = args.work / "checkpoint.safetensors"
@@ -157,7 +159,7 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, texts: list[str], h
         optimizer.step(int(done["step"]), min(done["step"] / 20, (1 - share) ** 1.5))
         losses.append(loss.item() / math.log(2))
         if done["step"] % args.report == 0:
-            # the same text at the current window length; later windows are longer
+            # measured at the current window length, which grows during training
             bits = heldout_bits(model, heldout, length, limit=24 * CHUNK)
             speed = done["step"] * args.tokens_per_step / max(done["seconds"], 1e-9)
             print(f"step {done['step']:.0f}/{args.steps} {share:4.0%}  windows of {length}", end="  ")
@@ -175,7 +177,6 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, texts: list[str], h
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--out", type=Path, default=root / "fastdecode" / "demo_model", help="folder of the model")
@@ -208,7 +209,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parse the command line, train, write the folder."""
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     texts, heldout, names = stdlib_split(args.code_only)

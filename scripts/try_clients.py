@@ -1,6 +1,6 @@
-"""Run examples/clients/ against a server of the demo model, in an environment that has their packages.
+"""Run the scripts in examples/clients/ against a server of the demo model.
 
-python scripts/try_clients.py PYTHON [NAME …], where PYTHON is that environment's interpreter.
+python scripts/try_clients.py PYTHON [NAME …], where PYTHON is the interpreter of an environment with their packages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS += ["--max-model-len", "2048", "--kv-cache-memory", "64MiB"]
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """Start a server of the demo model and yield its URL, up to /v1."""
+    """Start a server of the demo model and yield its URL, which ends with /v1."""
     command = [str(Path(sys.executable).with_name("fastdecode")), "serve", *FLAGS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -41,7 +41,7 @@ def server() -> Iterator[str]:
 
 
 def main(python: str, *names: str) -> int:
-    """Run those of ``names``, or all; 1 where one has failed."""
+    """Run the named scripts, or all. Return 1 if one fails."""
     paths = [
         path for path in sorted(CLIENTS.glob("with_*.py")) if not names or path.stem.removeprefix("with_") in names
     ]

@@ -1,7 +1,7 @@
-"""Install the wheels in dist/ of this Python and processor, each in a new environment whose PATH has no compiler, and
-use them: `make try-wheels`.
+"""Install each wheel in dist/ that fits this Python and processor in a new environment, and use it: `make try-wheels`.
 
-The R-worker's wheel serves `fastdecode doctor`; the whole one generates with the demo model. Prints seconds and sizes.
+No compiler is on the PATH. The R-worker's wheel runs an R-worker for `fastdecode doctor`; the whole wheel generates
+with the demo model. Seconds and sizes are printed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def run(environment: Path, *command: str) -> str:
 
 
 def only(environment: Path) -> dict[str, str]:
-    """Return variables with which programs find those of the environment, and no compiler; pip's settings stay."""
+    """Return environment variables: the PATH has only this environment's programs; pip's settings are kept."""
     kept = {name: value for name, value in os.environ.items() if name == "HOME" or name.startswith(("PIP_", "XDG_"))}
     return kept | {"PATH": str(environment / "bin"), "LANG": "C.UTF-8"}
 
 
 def install(name: str, *more: str, first: str = "") -> Path:
-    """Return a new environment with the wheel, and print its time and size.
+    """Make a new environment, install a wheel in it, and print time and size. Return the environment's folder.
 
-    The package ``first`` is timed separately.
+    The package ``first`` is installed before, and timed separately.
     """
     environment = OUT / name
     shutil.rmtree(environment, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Make an environment with this project and the vLLM that ``--model-impl vllm`` is tested with, for CPUs.
+"""Make an environment with this project and the vLLM with which ``--model-impl vllm`` is tested, for CPUs.
 
-``python scripts/vllm_environment.py FOLDER`` does nothing where FOLDER has them already. vLLM names the torch that it
-was built with, so the environment is never the project's own.
+``python scripts/vllm_environment.py FOLDER`` does nothing if FOLDER has both already. vLLM needs the torch that it was
+built with, so the project's own environment is never used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write the lists of vLLM's settings in docs/api.md: python scripts/vllm_table.py
 
-The page lists settings that are refused, or taken with a difference. The site lists all settings (`full`), also of
-`bench`.
+The page lists only settings that are refused, or that work in another way than in vLLM. The site lists all settings
+(``full``), and those of `bench`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD = "| setting or flag of vLLM | here | note |\n|---|---|---|\n"
 
 
 def main() -> None:
-    """Write the page with today's lists, or print all with ``--all``."""
+    """Write the page with updated lists; with ``--all``, print all lists instead."""
     if "--all" in sys.argv:
         print(full())
         return
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def rendered(page: str) -> str:
-    """Return the page with today's lists between its marks."""
+    """Return ``page`` with updated lists between the marks BEGIN and END."""
     before, rest = page.split(BEGIN)
     lists: dict[str, list[str]] = {}
     for names, here, text in _rows():
@@ -53,7 +53,7 @@ FULL_HEAD = """# All of vLLM's settings
 
 
 def full() -> str:
-    """Return a page of all settings, flags, variables and missing names."""
+    """Return a page with all settings, flags, environment variables and missing names."""
     lists = {"Imports that are refused": NAMES, "Methods of `LLM` that are not there": MEMBERS}
     missing = (f"\n## {title}\n\n" + _list(names) for title, names in lists.items())
     return FULL_HEAD + _table() + "".join(missing)
@@ -89,7 +89,7 @@ def _texts(foreign: dict[str, Foreign]) -> dict[str, list[str]]:
 
 
 def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Return the names that have the same text."""
+    """Return the names grouped by their text."""
     found: dict[str, list[str]] = {}
     for name, text in texts.items():
         found.setdefault(text, []).append(name)
@@ -97,7 +97,7 @@ def _by_text(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _block(here: str, names: dict[str, list[str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield rows with as many names as a cell can hold."""
+    """Yield rows for names grouped by text; a row holds as many names as fit a cell."""
     for text, each in names.items():
         cell = ""
         for name in sorted(each):

@@ -1,7 +1,7 @@
-"""Build dist/: the sdist and, from it, the wheels of `fastdecode` and `fastdecode-r-worker`: `make wheels`.
+"""Build dist/: the sdist, and from it the wheels of `fastdecode` and `fastdecode-r-worker`: `make wheels`.
 
-Each package gets one wheel for each processor and each Python 3.10 to 3.14 that is found here with its headers. They
-run on glibc 2.28 and later, whatever this host has; auditwheel and `unversioned` check that.
+Each package gets a wheel for each processor and each Python from 3.10 to 3.14 that is installed with headers. The
+wheels run on glibc 2.28 and later, whichever this host has; auditwheel and ``unversioned`` check that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OUT, DIST = ROOT / "out" / "wheels", ROOT / "dist"
 PROCESSORS = ("x86_64", "aarch64")
 VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
 GLIBC = "2.28"
-GXX = "{}-linux-gnu-g++"  # Debian: the packages g++ and g++-aarch64-linux-gnu
+GXX = "{}-linux-gnu-g++"  # Debian's packages g++ and g++-aarch64-linux-gnu
 TOOLS = ("pip>=23.1", "scikit-build-core>=1.1", "pybind11>=3.0")
 """For `pip wheel -C`, and as [build-system] of pyproject.toml."""
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """Run a command with this environment's programs. If it fails, show its output and end the build."""
+    """Run a command with this environment's programs. If it fails, show its output and exit."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         list(map(str, command)), env=os.environ | {"PATH": path} | environment, cwd=ROOT, check=False,
@@ -43,7 +43,7 @@ def run(*command: str | Path, **environment: str) -> None:
 
 
 def find_python(version: str) -> Path | None:
-    """Return `python3.X` with headers, on the path or among pyenv's."""
+    """Return the path of `python3.X` with headers, from the PATH or pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python{version}")), shutil.which(f"python{version}")]
     for candidate in filter(None, candidates):
@@ -55,7 +55,7 @@ def find_python(version: str) -> Path | None:
 
 
 def make_sdist() -> tuple[Path, Path]:
-    """Make the sdist; return it and the folder that it is unpacked in."""
+    """Make the sdist; return its path, and the folder in which it is unpacked."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", DIST, ROOT)
     (sdist,) = DIST.glob("fastdecode-*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -64,7 +64,7 @@ def make_sdist() -> tuple[Path, Path]:
 
 
 def make_environment(python: Path, version: str) -> Path:
-    """Return the Python of an environment with the packages that build the extensions; it is kept for later builds."""
+    """Return the Python of an environment that can build the extensions. The environment is kept for later builds."""
     own = OUT / f"python{version}" / "bin" / "python"
     if not own.exists():
         run(python, "-m", "venv", OUT / f"python{version}")
@@ -73,7 +73,7 @@ def make_environment(python: Path, version: str) -> Path:
 
 
 def check_compilers(processors: Sequence[str]) -> None:
-    """End the build, with one line, if a processor's compiler is not installed."""
+    """Exit with one line if the compiler for a processor is not installed."""
     for processor in processors:
         if shutil.which(GXX.format(processor)) is None:
             package = "g++" if processor == platform.machine() else f"g++-{processor.replace('_', '-')}-linux-gnu"
@@ -85,7 +85,9 @@ def check_compilers(processors: Sequence[str]) -> None:
 
 
 def make_compiler(processor: str) -> Path:
-    """Make a `c++` for CMake: g++ compiles, as in tests, and zig links, since it knows older C libraries' symbols."""
+    """Return a `c++` for CMake.
+    It compiles with g++, as in tests, and links with zig, which can target an older glibc.
+    """
     folder = OUT / f"compiler-{processor}"
     folder.mkdir(parents=True, exist_ok=True)
     compiler = GXX.format(processor)
@@ -99,7 +101,7 @@ def make_compiler(processor: str) -> Path:
     link += [str(folder / "glibc.o"), *libraries, "-lpthread", "-lm", f"-Wl,--version-script={folder / 'exports'}"]
     text = f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {" ".join(link)} ;; esac\nexec {compiler} "$@"\n'
     program = folder / "c++"
-    if not program.exists() or program.read_text() != text:  # ccache notices a change by the file's date.
+    if not program.exists() or program.read_text() != text:  # A new file date would make ccache compile again.
         program.write_text(text)
         program.chmod(0o755)
     return program
@@ -109,23 +111,23 @@ def cmake_defines(processor: str, version: str) -> dict[str, str]:
     cross = {} if processor == platform.machine() else {"CMAKE_SYSTEM_NAME": "Linux"}
     return cross | {
         "CMAKE_CXX_COMPILER": str(make_compiler(processor)), "CMAKE_MODULE_LINKER_FLAGS": "-s", "CMAKE_STRIP": "",
-        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # zig cannot read g++'s bytecode.
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",  # zig cannot link g++'s LTO bytecode.
         "CMAKE_SYSTEM_PROCESSOR": processor,
         "PYTHON_MODULE_EXTENSION": f".cpython-{version.replace('.', '')}-{processor}-linux-gnu.so",
-        # FindPython runs the interpreter, which is this host's even where the extensions are not.
+        # FindPython runs the interpreter, which is the host's even if the extensions are for another processor.
         "CMAKE_CROSSCOMPILING_EMULATOR": "/usr/bin/env",
     }  # fmt: skip
 
 
 def unversioned(extension: Path) -> list[str]:
-    """Return the symbols that an extension expects from unknown libraries; only Python's are allowed."""
+    """Return the symbols that an extension needs and no known library has; only Python's are allowed."""
     said = subprocess.check_output(["readelf", "--dyn-syms", "-W", extension], text=True)
     undefined = [line.split()[7] for line in said.splitlines() if " UND " in line and " GLOBAL " in line]
     return [name for name in undefined if "@" not in name and not name.startswith(("Py", "_Py"))]
 
 
 def check_symbols(wheel: Path) -> None:
-    """End the build if an extension of ``wheel`` would not load on the oldest C library."""
+    """Exit if an extension of ``wheel`` would not load with the oldest supported glibc."""
     with zipfile.ZipFile(wheel) as archive:
         for name in (each for each in archive.namelist() if each.endswith(".so")):
             missing = unversioned(Path(archive.extract(name, OUT / "extracted")))
@@ -134,7 +136,7 @@ def check_symbols(wheel: Path) -> None:
 
 
 def make_wheel(source: Path, python: Path, version: str, processor: str) -> list[Path]:
-    """Make both wheels of one Python and processor; C++ code without Python is compiled once per processor."""
+    """Make both wheels for one Python and processor. C++ code without Python is compiled once per processor."""
     plain = OUT / "plain" / f"{version}-{processor}"
     build = OUT / f"build-{processor}"
     settings: Mapping[str, str] = {"build-dir": str(build), "install.strip": "false"} | {
@@ -152,7 +154,7 @@ def make_wheel(source: Path, python: Path, version: str, processor: str) -> list
 
 
 def check_tag(wheel: Path) -> None:
-    """End the build if auditwheel found that ``wheel`` needs a later C library than promised."""
+    """Exit if auditwheel finds that ``wheel`` needs a later glibc than its tag says."""
     tag = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
     if not tag or (int(tag[1]), int(tag[2])) > tuple(map(int, GLIBC.split("."))):
         sys.exit(f"wheels: {wheel.name} is for other systems than those with glibc {GLIBC}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,15 +11,22 @@ from helpers import latent_zoo, model_zoo, r_workers, sparse_zoo, tiny_hybrids
 from helpers.engine_checks import assert_nothing_held
 
 from fastdecode import LLM, SamplingParams
+from fastdecode._rworker import supported_isas
+from fastdecode.cluster.pool.auditing import RandomAudit
 from fastdecode.cluster.pool.inproc import InprocWorker
+from fastdecode.cluster.pool.worker import Joined
 from fastdecode.cluster.r_worker.faults import Faults, FaultyRWorker
-from fastdecode.core.errors import ConfigError
+from fastdecode.cluster.r_worker.host import RWorkerSize
+from fastdecode.core.errors import ConfigError, WorkerLostError
 from fastdecode.core.metrics import PoolChanges
+from fastdecode.kinds import Dense
+from fastdecode.kinds.layout import KVLayout
 
 NAME = "llama-gqa"
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 COPIES: dict[str, Any] = {"r_workers": "inproc:2", "kv_replicas": 2}
+LAYOUT = KVLayout((Dense(4, 2, 32, 32, 0.1),) * 2, "float32", "float32", isa="scalar")
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +217,49 @@ def test_unlike_instruction_sets_are_refused_by_name(folder: Path, monkeypatch: 
             with make_llm(folder, r_workers=f"{fast},{slow}", uniform_arithmetic="scalar") as llm:
                 tokens_of(llm, prompts_of(2))
                 assert changes_of(llm).audited and not changes_of(llm).faulty
+
+
+def joined(name: str, isa: str = "scalar") -> Joined:
+    """Return an R-worker in this process that has joined and caches nothing yet."""
+    worker = InprocWorker(name, RWorkerSize(1 << 20, 1), 16, own_cores=False)
+    worker.open(replace(LAYOUT, isa=isa))
+    return Joined(worker, worker.opened())
+
+
+def test_the_first_r_workers_to_join_an_empty_pool_are_audited(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool may open without R-workers, as Ray's does; the first one that joins sets the arithmetic."""
+    audit, first = RandomAudit(0.5, 0), joined("first")
+    audit.open(LAYOUT, [], lambda *_: pytest.fail("there is no R-worker to ask"))
+    assert audit.admits(first)
+    assert audit.admits(joined("second"))
+    if "avx2" in supported_isas():
+        assert not audit.admits(joined("third", "avx2"))
+        assert "R-worker third attends in avx2 and the others in scalar" in caplog.text
+    audit.close()
+
+
+def test_an_r_worker_in_foreign_arithmetic_may_not_join_an_empty_pool(caplog: pytest.LogCaptureFixture) -> None:
+    audit, first = RandomAudit(0.5, 0), joined("first")
+    audit.open(LAYOUT, [], lambda *_: pytest.fail("there is no R-worker to ask"))
+    foreign = Joined(first.worker, replace(first.info, isa="sve9"))
+    assert not audit.admits(foreign)
+    assert "R-worker first may not join: audit: R-workers attend in sve9, which this host lacks" in caplog.text
+    assert audit.admits(first)
+    audit.close()
+
+
+def test_an_r_worker_that_dies_as_it_joins_does_not_end_the_engine() -> None:
+    """The pool admits the R-worker, and finds out that it is lost in the next step, as it does without an audit."""
+
+    class Dying(InprocWorker):
+        def audit(self, asked: Any) -> Any:
+            raise WorkerLostError("its link broke")
+
+    audit, sound = RandomAudit(0.5, 0), joined("sound")
+    audit.open(LAYOUT, [], lambda *_: pytest.fail("there is no R-worker to ask"))
+    dying = Dying("dying", RWorkerSize(1 << 20, 1), 16, own_cores=False)
+    assert audit.admits(Joined(dying, sound.info))
+    audit.close()
 
 
 @pytest.mark.parametrize("audit", [-0.1, 1.5, float("nan")])

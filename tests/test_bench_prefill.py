@@ -163,7 +163,7 @@ def test_parts_in_order() -> None:
         (["--prefill-lens", "16"], "prefill_lens must be whole numbers of at least 32"),
         (["--workers", "0"], "workers must be whole numbers of at least 1"),
         (["--workers", "65"], "at most 64"),
-        (["--methods", "kvr-e,ring"], "methods must be of kvr-e, kvr-s, kvr-p, tsp, not 'ring'"),
+        (["--methods", "kvr-e,ring"], "methods must be among kvr-e, kvr-s, kvr-p, tsp, not 'ring'"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--prefill-lens", "64", "--max-model-len", "64"], "do not fit max_model_len 64"),
         (["--workers", "3", "--prefill-workers", "spawn:2"], "prefill_workers names 2"),

@@ -17,6 +17,9 @@ FIRST_SEED, ROUNDS = 4650, 10 if SEES_ALL else 5
 take about ten seconds of CPU time.
 """
 
+AUDITED_SEED = 5323
+"""The seed of a short round over two R-workers in its own process that audits all rows."""
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
@@ -40,6 +43,47 @@ def test_events_can_befall_their_rounds() -> None:
             seen[event.action] += 1
         seen[drawn.kind] += 1
     assert set(seen) >= {*KINDS, "kill", "kill two", "kill rank", "kill prefill", "drain", "terminate", "join", "reset"}
+
+
+@pytest.mark.slow
+def test_a_false_alarm_of_an_audit_is_a_fault(tmp_path: Path) -> None:
+    """A round's audit names an R-worker whose results are really wrong, which stands for a false alarm."""
+    code = f"""
+        from pathlib import Path
+        from chaos import jobs
+        from chaos.configuration import draw
+        from chaos.round import Round
+        from fastdecode.cluster.r_worker.faults import Faults, FaultyRWorker
+        from helpers.r_workers import pool_of
+        begin, is_faulty = Round._begin, False
+        def spoiled(self, wanted):
+            engine = begin(self, wanted)
+            if is_faulty:
+                worker = pool_of(engine).workers[0]
+                worker._worker = FaultyRWorker(worker._open, Faults(every_row=10), [0])
+            return engine
+        Round._begin = spoiled
+        for is_faulty in (False, True):
+            result = jobs.run_round(draw({AUDITED_SEED}, ("plain",), True), Path({str(tmp_path)!r}))
+            print(result.counts["audited rounds"], result.counts["audited"] > 50)
+            print(*(fault for fault in result.faults if fault.startswith("audit:")))
+            assert is_faulty or not result.faults
+    """
+    done = subprocess.run(relayed(script(code)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted, sound, _, alarm = done.stdout.splitlines()
+    assert (counted, sound) == ("1 True", "")
+    assert alarm == "audit: a false alarm: ('inproc-0',) named, 0 undecided"
+
+
+def test_an_audit_without_rows_is_a_fault() -> None:
+    from chaos.round import Result
+
+    result = Result(counts=Counter(steps=100))
+    result.check_audit(0, (), 0, 0.02)
+    assert result.faults == []
+    result.check_audit(0, (), 0, 0.3)
+    assert result.faults == ["audit: no row of 100 steps was audited"]
 
 
 @pytest.mark.slow

@@ -388,5 +388,5 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="has another tokenizer than the model it is to draft for"):
+    with pytest.raises(ConfigError, match="has another tokenizer than the target model"):
         LLM(speculative_config=draft_model(2, str(tmp_path)), kv_cache_memory="64MiB", s_threads=1, r_threads=1)

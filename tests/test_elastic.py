@@ -172,7 +172,7 @@ def test_the_last_one_is_not_waited_for_for_ever(folder: Path) -> None:
         engine.abort_request("a")
         engine.reset_prefix_cache()
         assert engine.scheduler.snapshot().present == [0], "its loss is dealt with once another can take its place"
-        with pytest.raises(WorkerLostError, match=r"no other R-worker is left; none came within 0\.5 s"):
+        with pytest.raises(WorkerLostError, match=r"no other R-worker is left; none joined within 0\.5 s"):
             while True:
                 engine.look_around()
 

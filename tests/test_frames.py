@@ -420,8 +420,8 @@ def test_a_report_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (Kind.PONG, bytes(7), "a PONG frame of 7 bytes came"),
-        (Kind.PONG, struct.pack("<d", float("nan")), "a PONG frame came with nan"),
+        (Kind.PONG, bytes(7), "a PONG frame has 7 bytes, not 8"),
+        (Kind.PONG, struct.pack("<d", float("nan")), "a PONG frame has the number nan"),
         (Kind.EXPORTED, struct.pack("<q", -1), "the R-worker exports -1 bytes, and its cache holds"),
         (
             Kind.EXPORTED,

@@ -143,7 +143,7 @@ def test_ports_that_do_not_have_all_heads() -> None:
         PortHeads(whole, (2, 3, 2))
     heads = PortHeads(whole, (1, 1, 1))
     heads.check(4)
-    with pytest.raises(FrameError, match="2 ports take 1 KV heads each"):
+    with pytest.raises(FrameError, match="2 ports of 1 KV heads each"):
         heads.check(2)
     assert [heads.of(0, port, 4).start for port in range(4)] == [0, 0, 1, 1]
     assert [heads.of(1, port, 4).start for port in range(4)] == [0, 1, 2, 3]

@@ -166,7 +166,7 @@ def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("a slots=2", ["--print", "--format", "slurm"], "a must have slots of one part"),
+        ("a slots=2", ["--print", "--format", "slurm"], "a has two of these"),
         (HOSTS, ["--format", "slurm"], "format slurm is for a shell: give --print"),
         (HOSTS, ["--print", "--threads", "0"], "threads must be from 1 to 1024, not 0"),
         (HOSTS, ["--print", "--kv-cache-memory", "banana"], "kv_cache_memory must be a positive number of bytes"),
@@ -178,7 +178,7 @@ def test_root_is_told_to_open_mpi_and_nobody_else(hostfile: Path, capsys: pytest
         (
             "a\nb slots=2",
             ["--print", "--format", "srun", "x", "--prefill-workers=mpi:1"],
-            "b must have slots of one part",
+            "b has two of these",
         ),
     ],
 )

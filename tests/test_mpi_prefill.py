@@ -109,13 +109,13 @@ def test_the_benchmark_ends_with_0(folder: Path) -> None:
         pytest.param(
             [*SPAWNED, "--prefill-workers", "mpi:1"],
             [mpi_jobs.R_WORKER, NO_MODEL],
-            "does not say --r-workers mpi",
+            "give the S-worker --r-workers mpi",
             marks=pytest.mark.thorough,
         ),
         pytest.param(
             RANKED,
             [mpi_jobs.R_WORKER, NO_MODEL],
-            "does not say --prefill-workers mpi:1",
+            "give the S-worker --prefill-workers mpi:1",
             marks=pytest.mark.thorough,
         ),
         pytest.param(

@@ -271,7 +271,7 @@ def test_frames_about_parking_that_an_r_worker_refuses(tmp_path: Path) -> None:
             (Kind.WAKE, WAKE.pack(1, 1, 2, HASHES[0]), "has not said of which model" if park else "does not take"),
             (Kind.PARK, encode_park(1, 1, CHAIN, ()), "has not said of which model" if park else "does not take"),
             (Kind.WAKE, b"x", "WAKE: 1 bytes" if park else "does not take"),
-            (Kind.WAKE, WAKE.pack(1001, 1, 2, HASHES[0]), "patience of 1001 ms" if park else "does not take"),
+            (Kind.WAKE, WAKE.pack(1001, 1, 2, HASHES[0]), "a time limit of 1001 ms" if park else "does not take"),
             (Kind.CHAINS, b"", "does not take"),
         ):
             with pytest.raises((ValueError, BackendError), match=reason):

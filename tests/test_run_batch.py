@@ -236,7 +236,7 @@ def test_a_chat_has_its_log_probabilities_per_token() -> None:
     wanted = BatchLine("a", CHAT, {"messages": [], "logprobs": True, "top_logprobs": 1})
     assert chat_params(logprobs=True, top_logprobs=1).logprobs == 1
     assert chat_params(logprobs=False).logprobs is None
-    with pytest.raises(RequestError, match="true beside top_logprobs"):
+    with pytest.raises(RequestError, match="true if top_logprobs is given"):
         chat_params(top_logprobs=1)
     entries = ({7: Logprob(-0.5, 2, "é"), 8: Logprob(-0.25, 1, None)},)
     output = RequestOutput("a", None, [1], [CompletionOutput(0, "é", (7,), "stop", None, entries)], True)
@@ -268,7 +268,7 @@ def test_a_file_that_is_no_batch_is_one_line(
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ('{"custom_id": "b", "response": {}}\n', "answers 'b', which the input does not ask"),
+        ('{"custom_id": "b", "response": {}}\n', "answers 'b', which is not in the input"),
         ('{"custom_id": "a"}\n', "no answer"),
         ('{"custom_id": "a", "response": {"status_code": 200, "body": {"model": "other"}}}\n', "by model 'other'"),
         ('{"custom_id": [], "response": {}}\n', "no answer"),

@@ -87,11 +87,11 @@ def test_lookup_finds_what_a_search_would(tokens: list[int], least: int, count: 
     [
         ({"method": "eagle"}, "method must be one of ngram, draft_model, early_exit, not 'eagle'"),
         ({"num_speculative_tokens": 3}, "method must be one of"),
-        ({"method": "ngram"}, "num_speculative_tokens is missing, a whole number from 1 to 64"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing: give a whole number from 1 to 64"),
         ({**NGRAM, "num_speculative_tokens": 0}, "from 1 to 64, not 0"),
         ({**NGRAM, "num_speculative_tokens": 2.5}, "not 2.5"),
         ({**NGRAM, "prompt_lookup_min": 5}, r"prompt_lookup_min \(5\) must be at most prompt_lookup_max \(4\)"),
-        ({**NGRAM, "num_layers": 2}, "method ngram takes num_speculative_tokens, .*'num_layers' is not for it"),
+        ({**NGRAM, "num_layers": 2}, "method ngram takes num_speculative_tokens, .*'num_layers' is for another method"),
         ({**NGRAM, "typo": 2}, "'typo' is unknown"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "draft_model needs a model"),
         ({"method": "early_exit", "num_speculative_tokens": 2}, "num_layers is missing"),

@@ -85,7 +85,7 @@ REFUSED = {
     "serve m --headless --nnodes 1": "headless: other hosts run R-workers",
     "serve m --kv-cache-dtype fp8": "fp8 is not there: int8 takes as many bytes",
     "serve m --kv-cache-dtype fp8_e4m3 --calculate-kv-scales": "int8 takes as many bytes",
-    "serve m --quantization experts_int8": "leave it out, or give one of",
+    "serve m --quantization experts_int8": "so leave it out; for others give one of",
     "serve m -q hqq": "packed checkpoints and GGUF say themselves",
     'serve m --kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'': "prefill_workers",
     "serve m --kv-transfer-config.kv_connector NixlConnector": "kv_transfer_config: give prefill_workers",

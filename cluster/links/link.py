@@ -1,4 +1,4 @@
-"""The base class of all links, channels over byte streams, and busy waiting."""
+"""``Link``, the base of all links; ``PartChannel``, the base of channels over a byte stream; ``Spin``, busy waiting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 
 
 class Beating(Protocol):
-    """Sends the other end signs of life of this process, until ``close``."""
+    """Sends heartbeats to the other end of a link until ``close``."""
 
     def close(self) -> None:
         """Stop; may be called twice."""
@@ -48,10 +48,10 @@ class Beating(Protocol):
 class Link(Conversation):
     """One end of a session between an S-worker and an R-worker: control frames, and q, k, v and o of each layer.
 
-    This class sends payload as frames over its channel. q, k and v are one part, since every part costs both ends time.
-    Subclasses send payload in other ways. Frames and payload arrive in the order of sending. Every method raises
-    ConnectionError, with the reason, once the other end is gone. ``make_beats``: takes a session's epoch and returns
-    the session's ``Beating``; None if this link needs no separate signs of life.
+    This class sends payload (q, k, v and o) as frames over its channel. A frame has q, k and v in one part, since every
+    part costs both ends time. Subclasses send payload in other ways. Frames and payload arrive in the order of sending.
+    Every method raises ConnectionError, with the reason, once the other end is gone. ``make_beats``: a function that
+    returns the ``Beating`` of the session with a given epoch; None if this link needs no heartbeats of its own.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -99,7 +99,7 @@ class Link(Conversation):
         if frame.lengths != (part.nbytes, 0, 0):
             raise FrameError(
                 f"a {frame.kind.name} of mini-batch {frame.mini_batch}, layer {frame.layer} with parts of "
-                f"{frame.lengths} bytes, and the plan has {part.nbytes}"
+                f"{frame.lengths} bytes; by the plan it has one part of {part.nbytes}"
             )
         self.read_into(part)
         if part is not arrays[0] and frame.kind is not Kind.PAYLOAD:
@@ -116,12 +116,12 @@ class Link(Conversation):
         return str(error)
 
     def begin_beats(self) -> None:
-        """Start to send signs of life, after WELCOME. They let the other end tell a stopped process from a busy one."""
+        """Start to send heartbeats, after WELCOME. They let the other end tell a stopped process from a busy one."""
         if self.make_beats and self._beats is None:
             self._beats = self.make_beats(self.epoch)
 
     def end_beats(self) -> None:
-        """Stop sending signs of life, so that the other end takes this process for stopped."""
+        """Stop the heartbeats that ``begin_beats`` started."""
         if self._beats:
             self._beats.close()
 
@@ -137,7 +137,10 @@ class Link(Conversation):
 
 
 class PartChannel:
-    """Base of channels over an ordered byte stream. A header lists the message's parts; each is read or skipped."""
+    """Base of channels over an ordered byte stream.
+
+    A message is a header and up to three parts. The header has the length of each part; the receiver reads or skips it.
+    """
 
     def __init__(self) -> None:
         self._left: list[int] = []
@@ -189,12 +192,12 @@ class Spin:
         self._rest_seconds, self._rests_until = REST_SECONDS[0], -math.inf
 
     def until(self, look: Callable[[], Found]) -> Found:
-        """Call ``look`` until its result is true, or until it is time to sleep instead; return the last result."""
+        """Call ``look`` until its result is true, for SPIN_SECONDS at most or until a rest; return the last result."""
         found = look()
         now = self._now()
         end = now + self._most_seconds
-        # A spinning thread that loses its core for so many seconds shares the core with another process. libzmq's
-        # threads in this process take the core for less time.
+        # If this thread loses its core for longer, another process uses the core too, so busy waiting must stop.
+        # Shorter losses are ignored: libzmq's threads in this process cause them.
         disturbed_seconds = 1e-3
         while not found and self._rests_until < now < end:
             os.sched_yield()

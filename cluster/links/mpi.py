@@ -159,14 +159,14 @@ class MpiPeer:
 
 
 class Watched(Protocol):
-    """The interface of a link whose sent messages ``SendProgress`` drives."""
+    """The interface of a link that ``SendProgress`` watches."""
 
     def move_on(self) -> bool:
         """Let MPI make progress on this link's sent messages; return True until all of them have arrived."""
 
 
 class SendProgress:
-    """The S-worker's communication thread: drives sent messages through MPI while the S-worker computes.
+    """The S-worker's communication thread: lets MPI make progress on sent messages while the S-worker computes.
 
     It sleeps while no message is being sent. The S-worker's own thread tests for answers whenever it sends or waits.
     """
@@ -183,11 +183,11 @@ class SendProgress:
         self._thread.start()
 
     def watch(self, link: Watched) -> None:
-        """Also drive the messages that ``link`` sends."""
+        """Let MPI make progress also on the messages that ``link`` sends."""
         self._watched = [*self._watched, link]
 
     def forget(self, link: Watched) -> None:
-        """Stop driving the messages that ``link`` sends."""
+        """Watch ``link`` no more."""
         self._watched = [each for each in self._watched if each is not link]
 
     def nudge(self) -> None:
@@ -206,7 +206,7 @@ class SendProgress:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(progress_seconds)  # most sent messages arrive meanwhile
+            time.sleep(progress_seconds)  # after this time most messages have arrived and need no test
             while not self._stopped and self._move_on():
                 time.sleep(progress_seconds)
 

@@ -47,8 +47,6 @@ PREFILL_LINE = (
 
 
 class Role(IntEnum):
-    """The role of a rank."""
-
     S_WORKER = 1
     R_WORKER = 2
     PREFILL_WORKER = 3
@@ -67,7 +65,7 @@ class JobRanks:
     def __init__(self, job: MpiJob, role: Role) -> None:
         """Exchange roles with all ranks of ``job``; this waits until every rank has joined."""
         self.job = job
-        # the host name distinguishes containers of one machine
+        # Containers on one machine share its host id, so the host name tells them apart
         machine = hashlib.sha256(f"{host_id()} {socket.gethostname()}".encode()).digest()[:8]
         entries = [_ENTRY.unpack(each) for each in job.gather(_ENTRY.pack(role, machine))]
         self.roles = tuple(Role(each) for each, _ in entries)
@@ -92,7 +90,7 @@ class SWorkerRank(JobRanks):
     def begin(self, wants_r_workers: bool, num_prefill_workers: int, key_file: str | None = None) -> None:
         """Check the numbers of R-workers and prefill workers in the job; let prefill workers load their models.
 
-        Raise ConfigError for wrong numbers. Later calls may pass False or 0, as an engine need not use all ranks.
+        Raise ConfigError for wrong numbers. A later engine in the same job may pass False or 0 to leave ranks unused.
         """
         self._check(Role.R_WORKER, "r_workers: mpi", None if wants_r_workers else 0)
         self._check(Role.PREFILL_WORKER, f"prefill_workers: mpi:{num_prefill_workers}", num_prefill_workers)
@@ -116,7 +114,7 @@ class SWorkerRank(JobRanks):
             raise ConfigError(f"{setting}: this job has {found} rank(s) of `{command}`: {PREFILL_LINE}")
         if wanted == 0 and found and not self._has_begun:
             flag = "--r-workers mpi" if role is Role.R_WORKER else f"--prefill-workers mpi:{found}"
-            raise ConfigError(f"this job has {found} rank(s) of `{command}`, and the S-worker does not say {flag}")
+            raise ConfigError(f"this job has {found} rank(s) of `{command}`: give the S-worker {flag}")
 
     def address(self, rank: int) -> str:
         """Wait until the prefill worker at rank ``rank`` sends its address; return "host:port".

@@ -80,7 +80,7 @@ class MpiLink(Link):
 
     @property
     def over(self) -> bool:
-        """True once the S-worker has sent OVER."""
+        """True once the S-worker has sent the word OVER, which ends the job."""
         return self._last_word == OVER
 
     def move_on(self) -> bool:
@@ -128,7 +128,7 @@ class MpiLink(Link):
             self._copy_answer(frame, arrays)
 
     def close(self) -> None:
-        """See ``Link.close``. Each end waits for the other's HANG_UP or OVER; an R-worker waits without limit."""
+        """See ``Link.close``. Each end waits for the word HANG_UP or OVER of the other; an R-worker waits forever."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +171,7 @@ class MpiLink(Link):
             raise ConnectionError(f"payload did not come within {MESSAGE_SECONDS:g} s")
 
     def _withdraw(self) -> None:
-        """End a step's messages: wait until the sent messages have arrived, then cancel the posted receives."""
+        """Wait until the step's sent messages have arrived, then cancel its posted receives."""
         expected, sent = list(self._expected.values()), list(self._sent.values())
         self._expected, self._sent = {}, {}
         for requests in sent:

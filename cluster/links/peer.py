@@ -31,8 +31,8 @@ class PeerListener(Protocol):
 class PeerChannel:
     """An R-worker's ``Channel`` to one S-worker. Messages of other peers go to the listener's ``on_stranger``.
 
-    Until ``waits`` is set, messages that do not fit into the queue to this peer are dropped. So an unserved peer that
-    does not read cannot delay the served peer.
+    ``waits``: whether a send waits if the queue to this peer is full; otherwise the message is dropped. It is set only
+    for the served peer, so another peer that reads nothing cannot delay the listener.
     """
 
     def __init__(self, listener: PeerListener, identity: bytes, first_header: bytes | None = None) -> None:
@@ -67,9 +67,9 @@ class PeerChannel:
         self._listener.skip()
 
     def _look_at_connection(self) -> None:
-        """If any connection has ended, test whether this peer is there. Raise ConnectionError if the peer is gone."""
+        """If any peer's connection has ended, test this peer's. Raise ConnectionError if this peer is gone."""
         has_ended, now = self._listener.look_at_connections(), time.monotonic()
-        # Seconds after the end of any connection until the listener checks the served peer
+        # Seconds for which this peer is tested after some connection has ended
         departure_seconds = 2.0
         if has_ended:
             self._probe_until = now + departure_seconds

@@ -46,7 +46,7 @@ class Reader:
     def body(self, frame: Frame, most_bytes: int) -> bytearray:
         """Return the only part of ``frame``.
 
-        Raise FrameError if it announces more than ``most_bytes``, or several parts.
+        Raise FrameError if the frame has several parts, or one part of more than ``most_bytes`` bytes.
         """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")
@@ -81,7 +81,7 @@ class Bell:
         os.set_blocking(self._rung, False)
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe is readable already
+        with contextlib.suppress(BlockingIOError):  # if the pipe is full, ``descriptor`` is readable already
             os.write(self._rung, b"\0")
 
     def hush(self) -> None:
@@ -117,10 +117,10 @@ class Port:
         open_kinds: Collection[Kind] = (),
         niceness: int = 0,
     ) -> None:
-        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Listen at ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role. ``open_kinds``: kinds of frames that may carry epoch 0, such as HELLO. ``niceness``:
-        added to that of the port's and libzmq's threads, as by the command ``nice``.
+        how much to raise the niceness of the port's and libzmq's threads, which lowers their priority.
         """
         self.epoch = secrets.randbelow((1 << 63) - 1) + 1
         self._handle, self._open_kinds = handle, frozenset(open_kinds)
@@ -155,7 +155,7 @@ class Port:
             self._bell.ring()
 
     def refuse(self, identity: bytes, error: str, message: str) -> None:
-        """Send the peer a REFUSED frame that does not tell the epoch. Call this only from the handler."""
+        """Send a REFUSED frame without the epoch, which a stranger must not learn. Call this only from the handler."""
         self._refuse(Conversation(PeerChannel(self._listener, identity)), error, message)
 
     def renew_epoch(self) -> None:
@@ -228,8 +228,9 @@ class Port:
                 _remember(self._proven, peer.identity, None)
                 Conversation(peer).send(Kind.PROVEN)
         except ConnectionError:
-            pass  # the peer is gone
-        except FrameError as error:  # from an unknown peer, which must not learn the epoch
+            pass
+        except FrameError as error:
+            # The peer may be an unknown one, so the answer is a new ``Conversation``, which does not tell the epoch
             self._refuse(Conversation(peer), "frame", str(error))
 
     def _serve(self, peer: PeerChannel) -> None:
@@ -250,7 +251,7 @@ class Port:
             self._refuse(conversation, "refused", str(error.args[0] if error.args else error))
         except ConnectionError:
             raise
-        except Exception as error:  # this thread serves others too
+        except Exception as error:  # one peer's frame must not end the thread, which serves all peers
             log.exception("a %s frame failed", frame.kind.name)
             self._refuse(conversation, "refused", f"{type(error).__name__} while it was handled")
 
@@ -258,7 +259,7 @@ class Port:
         if message not in self._logged and len(self._logged) < MOST_LOGGED:
             self._logged.add(message)
             log.warning("refused: %s", message)
-        with contextlib.suppress(ConnectionError):  # the peer is gone
+        with contextlib.suppress(ConnectionError):
             conversation.send(Kind.REFUSED, encode_refusal(error, message))
 
     def _conversation(self, identity: bytes) -> Conversation:
@@ -271,7 +272,7 @@ class Port:
 
 
 def _remember(peers: dict[bytes, Any], identity: bytes, value: Any) -> None:
-    # Most peers whose frame numbers and proofs are remembered; beyond this number the oldest are forgotten
+    # Most peers whose state the port remembers; with more, it forgets the peer that it has known longest
     most_peers = 1024
     while len(peers) >= most_peers:
         peers.pop(next(iter(peers)))

@@ -53,7 +53,7 @@ class SharedMemoryLink(Link):
         self._heartbeat = None if is_s_worker else Heartbeat(beats)
 
     def place(self, slots: PayloadSlots) -> None:
-        """See ``Link.place``. The S-worker enlarges the memory if needed; it never shrinks."""
+        """See ``Link.place``. The S-worker enlarges the shared memory if needed, and never shrinks it."""
         if slots.num_bytes > self._memory.nbytes:
             if self._is_s_worker:
                 pages = -(-slots.num_bytes * 5 // 4 // mmap.PAGESIZE)
@@ -95,7 +95,7 @@ class SharedMemoryLink(Link):
         return Frame(kind, self.epoch, 0, word >> 32, word & 0xFFFFFFFF, (0, 0, 0))
 
     def _announced(self) -> Frame:
-        # Most seconds from a word to the frame that it announces, which the sender writes right after the word
+        # Longest wait for an announced frame. The sender writes the frame right after the announcing word.
         frame_seconds = 5.0
         frame = super().receive(frame_seconds)
         if frame is None:
@@ -115,7 +115,7 @@ class SharedMemoryLink(Link):
             os.close(self._descriptor)
             self._descriptor = -1
         self._memory = np.zeros(0, np.uint8)
-        if self._slots:  # views of the payload keep the mapping alive, and thus a file descriptor
+        if self._slots:  # drop the views of the shared memory, which keep it mapped and a file descriptor open
             self._slots.place(self._memory)
 
 

@@ -45,9 +45,9 @@ def connect(
 
 
 def _diagnose(address: str) -> str:
-    """Return why no ZeroMQ socket answers at ``address``; "" if one does, or if nothing listens yet.
+    """Return why the listener at ``address`` is no ZeroMQ socket; "" if it is one, or if nothing listens there.
 
-    A ZeroMQ socket greets every connection at once with 0xFF, eight bytes, 0x7F (ZMTP 3.1, section 3.2).
+    A ZeroMQ socket sends 0xFF, eight bytes and 0x7F on every new connection (ZMTP 3.1, section 3.2).
     """
     greeting_bytes = 10
     try:

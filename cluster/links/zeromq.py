@@ -75,7 +75,7 @@ class ZmqChannel(ZmqSocket):
 
     def send(self, parts: Sequence[Any]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        retry_seconds = 0.02  # between two attempts to send to a full queue
+        retry_seconds = 0.02  # seconds between two attempts to send to a full queue
         while True:
             try:
                 self.send_message(parts, zmq.NOBLOCK)
@@ -102,7 +102,7 @@ class ZmqChannel(ZmqSocket):
                     self.look_at_connection()
 
     def failure(self) -> str:
-        """Return why no connection was made; "" if one was, even briefly."""
+        """Return why no connection was ever made; "" if a connection was made, even if it has ended."""
         try:
             self.look_at_connection()
         except ConnectionError as error:
@@ -115,7 +115,7 @@ class ZmqChannel(ZmqSocket):
         self._connected |= bool(events & zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._connected:
             if events & zmq.EVENT_DISCONNECTED and not self.poll(0):
-                self.socket.linger = 0  # unsent messages have no receiver any more, so closing need not wait
+                self.socket.linger = 0  # nobody receives the unsent messages, so ``close`` must not wait for them
                 raise ConnectionError("the connection is closed")
             return
         if events & FAILED or now > self._next_diagnosis:
@@ -131,7 +131,7 @@ class ZmqChannel(ZmqSocket):
 
 
 class ZmqListener(ZmqSocket):
-    """The socket at which an R-worker accepts S-workers one at a time, or an S-worker the JOINs of R-workers.
+    """A listening socket. An R-worker serves S-workers at it, one at a time; an S-worker receives JOINs of R-workers.
 
     It answers heartbeats. Each heartbeat names a timeout; if nothing follows within that timeout, the connection ends.
     While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
@@ -146,7 +146,7 @@ class ZmqListener(ZmqSocket):
         part_bytes: int = FRAME_LIMIT,
         received: int = MAX_QUEUED,
     ) -> None:
-        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if that is impossible.
+        """Bind to ``host`` (a numeric address or "*"); port 0 chooses one. Raise OSError if listening fails.
 
         ``role``: this side's role; only peers of the other role are accepted. ``part_bytes`` and ``received``: see
         ``ZmqSocket``.
@@ -173,7 +173,7 @@ class ZmqListener(ZmqSocket):
         return self.next_peer()
 
     def next_peer(self) -> PeerChannel | None:
-        """Return a channel to the sender of the next message, for the channel to receive; None without a message."""
+        """Return a channel to the sender of the next message, or None; its ``receive`` begins with that message."""
         try:
             identity = self.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -182,10 +182,10 @@ class ZmqListener(ZmqSocket):
         return PeerChannel(self, identity, first.bytes if first and len(first) == HEADER.size else b"")
 
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
-        """Send one message to the peer with ``identity``. Raise ConnectionError if it is gone.
+        """Send one message to the peer with ``identity``. Raise ConnectionError if the peer is gone.
 
-        If the peer's queue is full, the message is dropped. With ``waits``, wait for room instead, and raise
-        ConnectionError if there is none in time.
+        If the queue to the peer is full: with ``waits``, wait for space, and raise ConnectionError if the queue stays
+        full; without ``waits``, drop the message.
         """
         try:
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)

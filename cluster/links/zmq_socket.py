@@ -107,7 +107,6 @@ class ZmqSocket:
             raise
 
     def close(self) -> None:
-        """Close the socket; may be called twice."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self.context.destroy()
@@ -135,7 +134,6 @@ class Beats:
         socket.connect(f"tcp://{address}")
 
     def close(self) -> None:
-        """Close the connection; may be called twice."""
         self._context.destroy()
 
 

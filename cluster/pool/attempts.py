@@ -1,4 +1,4 @@
-"""Delays between attempts to open R-workers that ask to join, after a failure."""
+"""Delays before the pool tries again to connect to an R-worker that asks to join and could not be opened."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ class _Failures:
 
 
 class Attempts:
-    """Failed attempts by address; the latest ``remembered`` addresses are kept. Any thread may use this object."""
+    """Remembers failed attempts to connect, by address: the latest MOST_ADDRESSES. Any thread may use this object."""
 
     def __init__(self) -> None:
         self.remembered: OrderedDict[str, _Failures] = OrderedDict()
 
     def may_try(self, address: str) -> bool:
-        """Return whether the R-worker at ``address`` may be tried now; False for a while after a failure there."""
+        """Return whether to connect to the R-worker at ``address`` now; False during the delay after a failure."""
         failures = self.remembered.get(address)
         return failures is None or time.monotonic() >= failures.next_time
 
     def failed(self, address: str, reason: str) -> bool:
-        """Record a failure at ``address``; return True if ``reason`` is new there, and so worth logging."""
+        """Record a failure at ``address``; return True if ``reason`` is new for this address, so should be logged."""
         failures = self.remembered.pop(address, None) or _Failures()
-        # First and longest delay after a failed attempt at the same address; it doubles each time
+        # First and longest delay before the next attempt at an address. The delay doubles with each failure.
         first_seconds, most_seconds = 1.0, 30.0
         failures.seconds = min(max(first_seconds, 2 * failures.seconds), most_seconds)
         failures.next_time = time.monotonic() + failures.seconds
-        # Most failure reasons remembered per address
         most_reasons = 16
         is_new = reason not in failures.reasons and len(failures.reasons) < most_reasons
         if is_new:

@@ -25,14 +25,17 @@ Ask = Callable[[int, Sequence[AuditQuestion]], Wait]
 
 
 class Verdict(NamedTuple):
-    """R-worker ``worker`` is at fault, for ``reason``; -1: results differ, and it is unknown which one is wrong."""
+    """An audit's finding: the index of the R-worker at fault, and why; -1 if it is unknown which of two is at fault."""
 
     worker: int
     reason: str
 
 
 class Audit:
-    """Base of audits, which the pool tells of each step; this class audits nothing. ``num_rows``: rows compared."""
+    """Base of audits: the pool calls its methods during every step. This class audits nothing.
+
+    ``num_rows``: number of rows audited since the start.
+    """
 
     num_rows = 0
     is_on = False
@@ -57,11 +60,11 @@ class Audit:
         """Wait for the answers to all questions that were sent."""
 
     def verdicts(self) -> list[Verdict]:
-        """Compare the step's audited rows, and decide who is at fault where they differ."""
+        """Compare the answers for the step's audited rows; return which R-workers are at fault where answers differ."""
         return []
 
     def abandon(self) -> None:
-        """Forget the open step."""
+        """Drop the audit of the open step, since the pool abandons the step."""
 
     def close(self) -> None:
         """Free memory; may be called twice."""

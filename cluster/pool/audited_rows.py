@@ -1,4 +1,4 @@
-"""The choice of the rows of a step that are audited."""
+"""Chooses the rows of each step that are audited."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fastdecode.core.types import SPLIT_TOKENS, MiniBatchRoutes, SpanMode, StepP
 
 @dataclass(eq=False)
 class AuditedRow:
-    """One R-worker's answer for one row of a step in one layer, and where to find its query and answer.
-    ``q_row``: the query's row in the mini-batch's q. ``out``: the answer's rows in o, or in the R-worker's partial
-    results. ``checker``: another R-worker with the same tokens; -1 if there is none. ``query`` and ``given``, the
-    answer (uint8), are set when the pool sends or receives them.
+    """A row of a step in one layer to audit: the R-worker ``worker`` computes it, and its answer is checked.
+
+    ``q_row``: the row's index in the mini-batch's q. ``out``: the answer's rows in o, or in the R-worker's partial
+    results. ``checker``: another R-worker with the same tokens; -1 if there is none. ``query``: the row of q, set when
+    the pool sends it. ``given``: the answer (uint8), set when it arrives.
     """
 
     worker: int
@@ -32,9 +33,10 @@ class AuditedRow:
 
 
 class RowChooser:
-    """Chooses a fraction of all (row, layer) pairs that R-workers compute.
-    Each round audits one row of every cached sequence or segment, in that sequence's next layer. So n sequences in m
-    layers take n m audits, in random order. A sequence with r rows in a step is audited r times in a round.
+    """Chooses at random a fraction of all (row, layer) pairs that R-workers compute.
+
+    The choice goes in rounds, so that every sequence (or segment) is audited in every layer. A round audits each
+    sequence once, in that sequence's next layer. A sequence with r rows in a step is audited r times a round.
     """
 
     def __init__(self, fraction: float, layers: Sequence[int], seed: int) -> None:
@@ -67,7 +69,7 @@ class RowChooser:
         return chosen
 
     def _candidates(self, plan: StepPlan) -> list[tuple[float, int, int, int, int, int]]:
-        """Return (turn, sequence id, R-worker, mini-batch, index of the span, number of rows) of spans with queries."""
+        """Return (time of its next audit, sequence id, R-worker, mini-batch, index, number of rows) of each span."""
         found = []
         for worker, part in enumerate(plan.workers):
             for number, spans in enumerate(part.mini_batches):
@@ -80,7 +82,7 @@ class RowChooser:
         return found
 
     def _turn(self, sequence_id: int) -> float:
-        """Return the turn of ``sequence_id``; a new sequence gets one in the coming round, for a random layer."""
+        """Return the time of the sequence's next audit, in rounds. A new sequence gets a random time and layer."""
         if sequence_id not in self._turns:
             layer = int(self._random.integers(len(self._layers)))
             self._turns[sequence_id] = self._now + float(self._random.random()), layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fastdecode.cluster.r_worker.host import attends_in
 from fastdecode.cluster.wire.auditing import MOST_QUESTIONS
 from fastdecode.cluster.wire.frames import FRAME_LIMIT
 from fastdecode.core.auditing import AuditAnswer, AuditMode, AuditQuestion, answer_bytes
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, WorkerLostError
 from fastdecode.core.routes import is_empty
 from fastdecode.core.types import MiniBatchRoutes, RWorkerInfo, StepPlan, best_common_isa
 from fastdecode.kinds.layout import KVLayout
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 class RandomAudit(Audit):
     """Audits a fraction of all rows, chosen at random.
-    If the sequence has a second copy, its R-worker attends the row again. Otherwise this process does so, over the keys
-    and values that the row's own R-worker returns. These R-workers also check the blocks' checksums.
+    If the sequence has a second copy, that copy's R-worker attends the row again. Otherwise this process does so, over
+    the keys and values that the row's own R-worker returns. R-workers also check the blocks' checksums.
     """
 
     is_on = True
@@ -41,35 +42,47 @@ class RandomAudit(Audit):
         self._asked: dict[int, list[AuditQuestion]] = {}
         self._waits: list[tuple[int, int, Wait]] = []
         self._num_open = 0
+        self._isa = ""
 
     def open(self, layout: KVLayout, infos: Sequence[RWorkerInfo], ask: Ask) -> None:
         isas = {info.isa: info.name for info in infos}
         if len(isas) > 1:
             raise ConfigError(
                 f"audit: R-workers attend in different arithmetic ({', '.join(f'{k} on {v}' for k, v in isas.items())})"
-                f", so their results differ: --uniform-arithmetic {best_common_isa(isas)} makes all use one"
-            )
-        self._isa = infos[0].isa
-        if not attends_in(self._isa):
-            raise ConfigError(
-                f"audit: R-workers attend in {self._isa}, which this host lacks: start all with --uniform-arithmetic "
-                f"and an instruction set that it has"
+                f", so their results differ: start each with --uniform-arithmetic {best_common_isa(isas)}"
             )
         self._layout, self._ask, self._last = layout, ask, len(layout.layers) - 1
         self._chooser = RowChooser(self._fraction, layout.audited_layers, self._seed)
-        self._referee = Referee(layout, self._isa)
+        for isa in isas:
+            self._attend_in(isa)
         for index in range(len(infos)):
             ask(index, [])()
 
+    def _attend_in(self, isa: str) -> None:
+        """Compute third results in ``isa``, the arithmetic of the first R-workers. Raise ConfigError if impossible."""
+        if not attends_in(isa):
+            raise ConfigError(
+                f"audit: R-workers attend in {isa}, which this host lacks: start all R-workers with "
+                f"--uniform-arithmetic and an instruction set of this host"
+            )
+        self._isa, self._referee = isa, Referee(self._layout, isa)
+
     def admits(self, joined: Joined) -> bool:
         info = joined.info
+        if not self._isa:  # no R-worker was present when the pool opened
+            try:
+                self._attend_in(info.isa)
+            except ConfigError as error:
+                logger.error("R-worker %s may not join: %s", info.name, error)
+                return False
         if info.isa != self._isa:
             logger.error(
                 "R-worker %s attends in %s and the others in %s, so it cannot be audited, and may not join: "
                 "--uniform-arithmetic makes all use one", info.name, info.isa, self._isa,
             )  # fmt: skip
             return False
-        joined.worker.audit([])()
+        with contextlib.suppress(WorkerLostError):  # the next step notices the loss of the R-worker
+            joined.worker.audit([])()
         return True
 
     def begin(self, plan: StepPlan, routes: Sequence[MiniBatchRoutes]) -> None:
@@ -117,7 +130,7 @@ class RandomAudit(Audit):
         self._rows, self._answers, self._asked, self._waits = {}, {}, {}, []
 
     def close(self) -> None:
-        if hasattr(self, "_referee"):
+        if self._isa:
             self._referee.close()
 
     def _all_rows(self) -> list[AuditedRow]:
@@ -135,7 +148,7 @@ class RandomAudit(Audit):
             self._waits.append((index, count, self._ask(index, asked[:count])))
 
     def _is_large(self, row: AuditedRow) -> bool:
-        """Return whether the keys and values of the row's layer exceed a frame; then only checksums are compared."""
+        """Return whether the keys and values of the row's layer do not fit a frame, so only checksums are compared."""
         return answer_bytes(self._layout, replace(row.question, mode=AuditMode.ROWS)) > FRAME_LIMIT
 
     def _most(self, asked: Sequence[AuditQuestion]) -> int:
@@ -148,7 +161,7 @@ class RandomAudit(Audit):
         self._answers[index] = None if answers is None or before is None else before + answers
 
     def _compare(self, row: AuditedRow, own: AuditAnswer, other: AuditAnswer | None) -> list[Verdict]:
-        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: that of ``row.checker``."""
+        """Return the verdicts on ``row``. ``own``: its R-worker's answer; ``other``: the answer of ``row.checker``."""
         self.num_rows += 1
         for index, answer in ((row.worker, own), (row.checker, other)):
             if answer and answer.is_damaged:
@@ -185,6 +198,6 @@ class RandomAudit(Audit):
         return [Verdict(wrong, f"its attention in layer {layer} differs from two other computations of the same row")]
 
     def _rows_of(self, index: int, row: AuditedRow) -> np.ndarray | None:
-        """Return keys and values of the row's layer on R-worker ``index``; None if it is lost."""
+        """Return keys and values of the row's layer on R-worker ``index``; None if that R-worker is lost."""
         answers = self._ask(index, [replace(row.question, mode=AuditMode.ROWS)])()
         return answers[0].found if answers else None

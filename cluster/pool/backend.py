@@ -167,9 +167,9 @@ class PoolBackend(PoolMembers):
 
     @contextlib.contextmanager
     def asked(self, index: int, what: str) -> Iterator[PoolWorker]:
-        """Yield R-worker ``index`` for a request within the context; ``what`` names the request in errors.
+        """Yield R-worker ``index``, to which the caller makes a request in the ``with`` block.
 
-        Raise BackendError if there is no such R-worker, or the R-worker refuses the request.
+        ``what`` names the request in errors. Raise BackendError if there is no such R-worker or it refuses the request.
         """
         if not 0 <= index < len(self.workers):
             raise BackendError(f"{what}: there is no R-worker {index}; there are {len(self.workers)}")
@@ -253,7 +253,7 @@ class PoolBackend(PoolMembers):
             times = self.workers[index].ended()
         except FAILURES as error:
             self._failed(index, "the end of the step", error)
-            times = self.workers[index].ended()  # ``_failed`` has put a ``LostWorker`` here
+            times = self.workers[index].ended()  # ``_failed`` has put a ``LostWorker`` at this index
         if times.leaving and self._newcomers:
             self._newcomers.asks_to_leave(self.workers[index].name)
         num_blocks = self._blocks[index][0]
@@ -263,7 +263,6 @@ class PoolBackend(PoolMembers):
 
 
 def _answered(wait: Callable[[], Answer], worker: PoolWorker) -> Answer:
-    """Call ``wait`` and return the answer of ``worker``."""
     return wait()
 
 

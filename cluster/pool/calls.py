@@ -36,7 +36,7 @@ ANSWER_SECONDS = 120.0
 
 
 class Calls:
-    """Requests over one R-worker's link. Once it is lost, every call raises WorkerLostError with the worker's name.
+    """Sends requests over one R-worker's link. Once the link is lost, every call raises WorkerLostError.
 
     ``link``: None before it is set, and after it is closed. ``lost``: why calls are no longer answered, or "".
     ``owed``: called before the next request is sent; receives an answer that nobody has waited for yet.
@@ -66,7 +66,7 @@ class Calls:
             return decode(self.body(self.answer(answer, spins=spins), most_bytes))
 
     def close(self, farewell: bool = True) -> None:
-        """Send BYE, if ``farewell`` is set and the R-worker is there, and close the link; may be called twice."""
+        """Send BYE, if ``farewell`` is set and the link is not broken, and close the link; may be called twice."""
         link, self.link = self.link, None
         if link is None:
             return
@@ -129,9 +129,9 @@ class Calls:
         try:
             (number,) = form.unpack(self.body(frame, form.size))
         except struct.error:
-            raise self.lose(f"a {frame.kind.name} frame of {frame.lengths[0]} bytes came") from None
+            raise self.lose(f"a {frame.kind.name} frame has {frame.lengths[0]} bytes, not {form.size}") from None
         if not math.isfinite(number):
-            raise self.lose(f"a {frame.kind.name} frame came with {number}")
+            raise self.lose(f"a {frame.kind.name} frame has the number {number}, which is not finite")
         return number
 
     def lose(self, reason: str) -> WorkerLostError:
@@ -140,9 +140,9 @@ class Calls:
 
 
 class _Losses:
-    """A context around uses of a worker's link: a broken link becomes a WorkerLostError with the worker's name.
+    """A context in which errors of a worker's link become a WorkerLostError with the worker's name.
 
-    It is an object and not a generator, since it is entered several times per layer.
+    It is a class, since ``contextlib.contextmanager`` is slower and the context is entered several times per layer.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -165,7 +165,7 @@ class _Losses:
 
 
 def _refusal(name: str, error: str, message: str) -> Exception:
-    """Return an exception for a refusal by R-worker ``name``: its kind by ``error``, its text from ``message``."""
+    """Return the exception for a refusal by R-worker ``name``: ``error`` chooses its type, ``message`` is its text."""
     if error == "capacity":
         return CapacityError(f"R-worker {name}: {message}")
     if error == "busy":

@@ -166,7 +166,7 @@ class InprocBackend(PoolBackend):
     ) -> None:
         """``own_cores``: the S-worker does not run on the cores of ``sizes``.
 
-        ``security``: for the R-workers' KV ports. ``park``: where each gets its own folder for parked prefixes.
+        ``security``: for the R-workers' KV ports. ``park``: the folder of all R-workers' folders for parked prefixes.
         """
         waits_working = len(sizes) == 1 and not own_cores
         super().__init__(

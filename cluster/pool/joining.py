@@ -74,7 +74,7 @@ class JoinListener:
             except FrameError as error:
                 self._log_once(str(error))
             channel.close()
-        self._forget_silent()  # after all JOINs that wait in the queue were read
+        self._forget_silent()  # only now, since a queued JOIN shows that its sender is not silent
         return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
     def forget(self, address: str) -> None:

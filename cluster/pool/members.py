@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMembers:
-    """The R-workers of a pool by index. The index remains when its R-worker is lost.
+    """The R-workers of a pool by index. A lost R-worker keeps its index.
 
     ``joined``: names of the latest R-workers that joined after ``open``, in order. ``join_listener``: where R-workers
     join; None if they cannot.
@@ -127,7 +127,7 @@ class PoolMembers:
 
     def _expect(self, gone: PoolWorker, is_last: bool = False) -> None:
         """Reopen the lost worker ``gone`` in the background, if it can return. ``is_last``: the pool is now empty."""
-        gone = getattr(gone, "r_worker", gone)  # the R-worker of a ``StatePair``
+        gone = getattr(gone, "r_worker", gone)  # a ``StatePair`` cannot be reopened, only its R-worker
         if self._takes_back and (make := self._anew(gone, is_last)):
             self._returns = self._returns or Returns(self._told)
             self._returns.expect(make)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Returns:
-    """Lost R-workers that send no JOIN. For each, a thread tries to open it until it answers."""
+    """Waits for lost R-workers that send no JOIN: for each, a thread tries to connect until the R-worker answers."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -80,7 +80,6 @@ class Newcomers:
         self._asked_to_leave: set[str] = set()
 
     def open(self, layout: KVLayout) -> None:
-        """Open caches for ``layout`` on R-workers that join from now on."""
         self._listener.open(layout)
 
     @property

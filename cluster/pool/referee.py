@@ -1,4 +1,4 @@
-"""The third computation of an audited row, on the S-worker's host."""
+"""Computes audited rows again on the S-worker's host, to check an R-worker or decide between two."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Referee:
     """
 
     def __init__(self, layout: KVLayout, isa: str) -> None:
-        """``isa``: the arithmetic of the R-workers, which this process can compute in."""
+        """``isa``: the R-workers' instruction set, which this process must have too."""
         self._layout = replace(layout, isa=isa, kv_port="", weights={})
         self._caches: dict[Layer, tuple[int, _rworker.RWorker]] = {}
 

@@ -60,8 +60,8 @@ TAKE_SECONDS = 5.0
 class RemoteWorker(PoolWorker):
     """A ``PoolWorker`` over a link to another process. Once the link is lost, every call raises WorkerLostError.
 
-    Ctrl-C takes effect once a request is answered, since unread bytes of an answer would garble the next one. It may
-    interrupt the layers of a step, since ``abandon_step`` drops their messages. ``link``: None unless open.
+    Ctrl-C waits until a request is answered, since unread bytes of an answer would garble the next answer. During the
+    layers of a step Ctrl-C acts at once, since ``abandon_step`` drops their messages. ``link``: None unless open.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RemoteWorker(PoolWorker):
     ) -> None:
         """``open`` calls ``connect``, which starts the process or the connection, or raises BackendError.
 
-        ``lease``: set for a named session, which ``opened`` asks for during ``take_seconds``.
+        ``lease``: set for a named session, which ``opened`` requests repeatedly for up to ``take_seconds``.
         """
         self.name, self._take_seconds = name, take_seconds
         self._connect, self._block_size, self._lease = connect, block_size, lease
@@ -109,7 +109,7 @@ class RemoteWorker(PoolWorker):
         if welcome.fingerprint != fingerprint(self._layout, self._block_size):
             raise FrameError(f"R-worker {self.name} opened a cache of another layout")
         if bool(welcome.kv_address) != bool(self._layout.kv_port):
-            raise self.calls.lose("the R-worker opened a KV port that was not asked for, or none")
+            raise self.calls.lose("the R-worker opened a KV port without being asked, or opened none although asked")
         self._room_bytes = welcome.num_blocks * self._block_size * self._layout.room_bytes_per_token
         if self._lease and self.link and not self._lease.waits:
             self.link.begin_beats()
@@ -140,7 +140,7 @@ class RemoteWorker(PoolWorker):
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:
         """Adopt the lease's epoch from ``welcome``; return the sequences kept from the previous S-worker."""
         if bool(welcome.lease_epoch) != (self._lease is not None):
-            raise self.calls.lose("the R-worker serves a named session that was not asked for, or none")
+            raise self.calls.lose("the R-worker serves a named session without being asked, or none although asked")
         if self._lease is not None:
             self._lease = msgspec.structs.replace(self._lease, epoch=welcome.lease_epoch)
         if not welcome.goes_on:
@@ -283,7 +283,7 @@ class RemoteWorker(PoolWorker):
 
 
 def _send_weights(calls: Calls, layout: KVLayout) -> None:
-    """Send the R-worker, in pieces, the K and V projections of the latent layers in which it multiplies by them."""
+    """Send the R-worker the K and V projections of those latent (MLA) layers that it multiplies by itself."""
     for layer, first, rows in layout.weight_parts():
         with calls.losses as link:
             link.send(Kind.WEIGHTS, FIRST_HEAD.pack(first), rows, layer=layer)

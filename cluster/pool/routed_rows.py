@@ -84,10 +84,9 @@ class RoutedRows:
                 yield worker, (own_q, own_k, self._take("v", worker, v, kv_rows), o, partials)
 
     def gather(self, isa: str) -> np.ndarray:
-        """Return the scattered layer's o. Call this once all busy R-workers have answered; valid until ``scatter``.
+        """Return the scattered layer's o, valid until the next ``scatter``; call this once all R-workers have answered.
 
-        Partial results are merged in the arithmetic of ``isa``. Those of an index layer are not merged;
-        call ``picks`` for them.
+        Partial results are merged in the arithmetic of ``isa``. An index layer has nothing to merge: call ``picks``.
         """
         for rows in self._zeroed:
             self._o[rows] = 0
@@ -98,10 +97,10 @@ class RoutedRows:
         return self._o
 
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """After ``gather`` of an index layer, yield (index, counts of picked tokens) of R-workers with partial results.
+        """After ``gather`` of an index layer, yield (index, counts) of each R-worker with partial results.
 
-        A count is how many of the tokens that the R-worker ranked are picked: int32 [rows of partial results, heads
-        that pick]. Among equal scores, earlier tokens win.
+        An index layer picks each query's best tokens on all R-workers together. A count says how many of them are on
+        this R-worker: int32 [rows of partial results, heads that pick]. Among equal scores, earlier tokens win.
         """
         if not (self._spec and self._spec.ranks_tokens):
             return
@@ -148,12 +147,12 @@ class RoutedRows:
         shape = len(rows), *array.shape[1:]
         if (key := (name, worker, shape)) not in self._taken:
             self._taken[key] = np.empty(shape, array.dtype)
-        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # mode "raise" buffers ``out``
+        return np.take(array, rows, axis=0, out=self._taken[key], mode="clip")  # another mode would copy ``out``
 
     def partials_of(self, worker: int) -> np.ndarray:
         """Return R-worker ``worker``'s partial results in the scattered layer: float32 [rows, ...]."""
         if self._spec is None:
-            raise ValueError("no layer was scattered")
+            raise ValueError("no layer was scattered: call scatter first")
         return self._partials(self._spec)[worker]
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
@@ -174,12 +173,12 @@ def _as_table(records: np.ndarray) -> np.ndarray:
 def transfer_seconds(
     submitted: np.ndarray, busy_start: np.ndarray, busy_end: np.ndarray, arrived: np.ndarray | None = None
 ) -> float:
-    """Return the seconds in which data was under way to and from a worker, without time in the worker's queue.
+    """Return the seconds for which data travelled to and from an R-worker, without time in the R-worker's queue.
 
-    For each call, add busy start − the later of submission and the previous call's end, and arrival − busy end.
-    All arrays are float64 [num_mini_batches, num_layers] on one clock, and 0 if nothing ran. A worker serves its calls
-    one after another, so a call waits for the previous one, which is not transfer. ``arrived``: the time at which o
-    arrived if the S-worker was waiting for it, else 0. An o that nobody waits for costs no time.
+    A call (one layer of one mini-batch) counts from its submission, or from the previous call's end if that is later,
+    to its busy start; and from its busy end to the arrival of o. Arrays are float64 [num_mini_batches, num_layers] on
+    one clock, and 0 where nothing ran. ``arrived``: when o arrived if the S-worker was waiting for it, else 0, since
+    then the transfer of o delayed nothing.
     """
     ran = busy_end > 0
     order = np.argsort(busy_start[ran])

@@ -38,7 +38,7 @@ class SpawnBackend(PoolBackend):
     ) -> None:
         """``key_file``, ``security`` (see ``TcpBackend``): for the R-workers' KV ports, if the layout asks for ports.
 
-        ``silence_seconds``: an R-worker silent for this long is lost and killed. ``park``: for parked prefixes.
+        ``silence_seconds``: an R-worker silent for this long is lost and killed. ``park``: where it parks prefixes.
         """
         flags = _security_flags(key_file, security)
         self._park = park.folder if park else None
@@ -54,7 +54,7 @@ class SpawnBackend(PoolBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self._park:
-            with contextlib.suppress(OSError):  # the R-workers report such errors themselves
+            with contextlib.suppress(OSError):  # an R-worker reports why it cannot make its folder
                 make_folder(self._park)
         return super().open(layout)
 
@@ -64,7 +64,7 @@ class SpawnBackend(PoolBackend):
             leave_folder(self._park)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
-        """Return a function that starts a process in place of ``gone``; None unless the pool is empty (``is_last``)."""
+        """Return a function that starts a process in place of ``gone``; None while other R-workers are left."""
         return gone.anew if isinstance(gone, RemoteWorker) and is_last else None
 
 

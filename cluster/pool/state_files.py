@@ -61,7 +61,7 @@ class StateFiles:
         return kept
 
     def before_step(self, states: _rworker.RWorker, plan: WorkerPlan) -> None:
-        """Remove files of sequences that ``plan`` cuts below the saved tokens; save one state if it is time."""
+        """Remove files of sequences that ``plan`` cuts below the saved tokens; save one state if one is due again."""
         ends = self._ends(plan)
         for cache_id, num_tokens in ends.items():
             if num_tokens < self._tokens.get(cache_id, 0):
@@ -74,7 +74,6 @@ class StateFiles:
             self._save(states, farthest, behind[farthest])
 
     def close(self) -> None:
-        """Wait for the file being written; may be called twice."""
         self._threads.shutdown()
 
     def remove_all(self) -> None:
@@ -99,7 +98,7 @@ class StateFiles:
             state = states.export(cache_id, num_tokens, 0)
         except ValueError:
             state = np.zeros(0, np.uint8)
-        if state.nbytes:  # none if an abandoned step has overwritten it
+        if state.nbytes:  # empty if an abandoned step has overwritten the state
             self._saving = self._threads.submit(self._write, cache_id, num_tokens, state)
             self._tokens[cache_id] = num_tokens
         # The share of the S-worker's time that copies of states may take
@@ -127,7 +126,7 @@ class StateFiles:
 
     def _load(self, states: _rworker.RWorker, held: HeldSequence, block_size: int) -> HeldSequence | None:
         path = self._path(held.cache_id, self._epoch - 1)
-        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or no room for the state
+        with contextlib.suppress(OSError, ValueError):  # no file, a damaged file, or out of memory
             num_tokens, state = _read(path, held.cache_id)
             if num_tokens <= held.num_tokens:
                 states.import_(held.cache_id, num_tokens, state)

@@ -71,7 +71,7 @@ class LayerParts:
 
     @property
     def blocks_of_state(self) -> int:
-        """Blocks that a sequence takes in this process's cache of states, including one for its tokens."""
+        """Blocks that a sequence takes in this process's cache: for its states, and an empty one for its tokens."""
         layers = list(self.states.layers)
         return _rworker.state_blocks(layers, self.states.kv_dtype, TABLE_TOKENS) + 1
 

@@ -86,7 +86,6 @@ class TcpBackend(PoolBackend):
         self.break_off()
 
     def _may_miss(self, worker: PoolWorker) -> bool:
-        """See ``PoolMembers``."""
         return self._misses or super()._may_miss(worker)
 
     def _anew(self, gone: PoolWorker, is_last: bool) -> Callable[[], RemoteWorker] | None:
@@ -126,7 +125,7 @@ def listen_for_joins(
     security: str | None = None,
     silence_seconds: float = SILENCE_SECONDS,
 ) -> JoinListener:
-    """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if that is impossible.
+    """Listen at ``address`` ("host:port") for R-workers that join a pool. Raise ConfigError if listening fails.
 
     Messages to this listener are encrypted whenever there is a key. ``security``: for the links to the R-workers.
     """
@@ -136,7 +135,7 @@ def listen_for_joins(
 def join_listener(
     address: str, block_size: int, both: Security, silence_seconds: float = SILENCE_SECONDS
 ) -> JoinListener:
-    """Listen as ``listen_for_joins`` does, with the security ``both``, whose secret need not be in a file."""
+    """Listen as ``listen_for_joins`` does. ``both``: key and security level of the listener and of the links."""
     host, port = split_address("pool_listen", address, least_port=0)
     try:
         listener = ZmqListener("127.0.0.1" if host == "localhost" else host, port, both.secret, role=S_WORKER)

@@ -1,7 +1,8 @@
 """Asks a pool's R-workers for a query's attention weights per block of tokens ("weighing"), and joins the answers.
 
-A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two. The
-answers to the first, max and sum of scores in each range, give those of the sequence. The second asks for the weights.
+A sequence on one R-worker takes one question. A sequence split into ranges on several R-workers takes two. The first
+asks for max and sum of the scores in each range; together they give the softmax's denominator over the sequence. The
+second sends it, and asks for the weights.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class PoolWorker:
         """Start attention of one layer for a mini-batch's rows on this R-worker. ``wait`` returns when o is filled.
 
         Arrays are as in ``AttentionBackend.submit`` and ``collect``, with this worker's rows only. Partial results:
-        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says; None if none.
+        float32 [rows, num_heads, 2 + output_dim], filled as ``_rworker.RWorker.submit`` says, or None.
         """
         raise NotImplementedError
 
@@ -60,9 +60,9 @@ class PoolWorker:
         """Wait until the submitted layer of this mini-batch is computed and its o is filled."""
 
     def share(self, mini_batch: int, layer: int, counts: np.ndarray) -> None:
-        """Tell the R-worker how many of the tokens that it ranked in index layer ``layer`` are picked in the end.
+        """Tell the R-worker how many of its tokens index layer ``layer`` has picked, out of those on all R-workers.
 
-        ``counts``: int32 [rows of partial results, heads that pick]. Only the first row of each query is used.
+        ``counts``: see ``RoutedRows.picks``. Only the first row of each query is used.
         """
 
     def weigh(self, asked: Weighing) -> Callable[[], np.ndarray]:
@@ -83,7 +83,7 @@ class PoolWorker:
         """Ask the R-worker to commit the step; ``ended`` waits for the answer."""
 
     def ended(self) -> WorkerReport:
-        """Wait for the answer to ``end_step``. Its ``transfer_seconds`` is 0."""
+        """Wait for the answer to ``end_step``. The pool fills in the report's ``transfer_seconds``, which is 0 here."""
         raise NotImplementedError
 
     def abandon_step(self) -> None:

@@ -35,7 +35,7 @@ def worker_info(name: str, layout: KVLayout, block_size: int, welcome: Welcome) 
 
 
 def _has_own_cores(welcome: Welcome) -> bool:
-    """Return whether the R-worker shares no core with the S-worker: it has another machine, or other cores here."""
+    """Return whether the R-worker shares no core with the S-worker: it is on another machine, or on other cores."""
     return welcome.host_id != host_id() or not set(welcome.cores) & allowed_cores()
 
 

@@ -77,7 +77,7 @@ class PrefillClient:
                 if self.welcome:
                     link.send(Kind.BYE)
             except ConnectionError:
-                pass  # the prefill worker is gone already
+                pass  # the prefill worker is gone already, so it needs no BYE
             finally:
                 link.close()
         self._end()

@@ -32,7 +32,7 @@ Its arguments: layer, the array to fill with the cache's bytes, and a function t
 
 @dataclass(frozen=True)
 class ReadWay:
-    """A source of tokens ``start`` to ``end`` of a prompt's prefix; ``read`` requests them from an R-worker."""
+    """An R-worker from which tokens ``start`` to ``end`` of a prompt's prefix are read. ``read`` requests them."""
 
     start: int
     end: int
@@ -44,7 +44,9 @@ class JobCancelledError(FastDecodeError):
 
 
 class PromptJob:
-    """One part of a prompt that this worker computes. The port's thread fills in what other workers send.
+    """One part (consecutive tokens) of a prompt, which this worker computes. Other workers compute the other parts.
+
+    The port's thread writes the keys and values that other workers send into this object's arrays.
 
     With KV-Runahead, a worker gets all earlier parts from the previous worker, and sends them and its own part to the
     next worker. A prefix is a part before the first; the first worker reads it from the R-worker. With tensor/sequence
@@ -94,11 +96,11 @@ class PromptJob:
             self._changed.notify_all()
 
     def place_for(self, layer: int, start: int, num_rows: int) -> Arrays:
-        """Return arrays for ``num_rows`` arriving rows from position ``start``. Raise FrameError if unexpected."""
+        """Return arrays to fill with ``num_rows`` rows from position ``start``. Raise FrameError if not expected."""
         if 0 <= layer < len(self.layout.layers) and not self.layout.layers[layer].caches_rows:
             return self._place_for_state(layer, start, num_rows)
         if self._prefix and start < self.prompt.start:
-            raise FrameError(f"KV of job {self.prompt.job_id}: its prefix comes from R-workers")
+            raise FrameError(f"KV of job {self.prompt.job_id}: rows of its prefix; its prefix comes from R-workers")
         part = self._part_of(start)
         with self._changed:
             rows = self._rows(layer) if self._num_done <= layer < len(self.layout.layers) else None
@@ -106,11 +108,11 @@ class PromptJob:
             end = self._bounds[part + 1]
         if rows is None or part == self._own or start != expected or not 0 < num_rows <= end - start:
             raise FrameError(
-                f"KV of job {self.prompt.job_id}, layer {layer}: no place was announced for {num_rows} rows from "
+                f"KV of job {self.prompt.job_id}, layer {layer}: this worker expects no {num_rows} rows from "
                 f"position {start}"
             )
         if end > rows.end:
-            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is not before its part")
+            raise FrameError(f"KV of job {self.prompt.job_id}: position {start} is after this worker's part")
         return rows.of(start, start + num_rows)
 
     def take_in(self, layer: int, start: int, arrays: Arrays) -> None:
@@ -118,8 +120,8 @@ class PromptJob:
         found = self.place_for(layer, start, len(arrays[0]))
         places, rows = ([each for each in some if each.nbytes] for some in (found, arrays))
         if [each.nbytes for each in places] != [each.nbytes for each in rows]:
-            raise FrameError(f"KV of job {self.prompt.job_id}: its rows from position {start} on have another form")
-        for place, each in zip(places, rows, strict=True):  # rows of a prefix are the cache's bytes
+            raise FrameError(f"KV of job {self.prompt.job_id}: rows from {start} on have another form than k and v")
+        for place, each in zip(places, rows, strict=True):  # a prefix's rows came as bytes, so dtypes differ
             place[...] = each.view(place.dtype).reshape(place.shape)
         self.filled(layer, start, len(arrays[0]))
 
@@ -183,7 +185,7 @@ class PromptJob:
             wanted = self._num_done <= layer and layer not in self._states and self.prompt.part > 0
             if not wanted or num_rows != 1 or start != self.prompt.bounds[self.prompt.part - 1]:
                 raise FrameError(
-                    f"KV of job {self.prompt.job_id}, layer {layer}: no place was announced for a state at {start}"
+                    f"KV of job {self.prompt.job_id}, layer {layer}: this worker expects no state at position {start}"
                 )
             self._states[layer] = np.empty(self.layout.sequence_bytes(layer), np.uint8)
             return (self._states[layer][None],)
@@ -232,7 +234,7 @@ class PromptJob:
         if first >= end:
             return 0
         arrays = rows.of(first, end)
-        # Most bytes of keys in one KV frame. Many are under way at once, and a decode step waits for at most one.
+        # Most bytes of keys in one KV frame. A decode step on the R-worker waits for one frame at most, so it is small.
         kv_bytes = 1 << 22
         step = max(1, kv_bytes // max(1, arrays[0][:1].nbytes))
         return sum(

@@ -68,7 +68,7 @@ class KvFeed:
     """
 
     def __init__(self, address: str, epoch: int, security: Security) -> None:
-        """``address``, ``epoch``: those of the port. Raise BackendError if the two sides do not share a key."""
+        """``epoch``: the epoch of the port at ``address``. Raise BackendError if the two sides do not share a key."""
         self.address = address
         self._channel = proven(ZmqChannel(address, security.curve_secret), security, address)
         self._conversation = Conversation(self._channel)
@@ -167,7 +167,7 @@ class KvFeed:
         elif expected is Kind.KV:
             self._fill(piece, frame)
         elif self._conversation.body(frame, KV_STORED.size) != _stored(piece):
-            raise FrameError("a STORED frame names other rows")
+            raise FrameError("a STORED frame names other rows than were sent")
         call.pieces_left -= 1
         if call.pieces_left == 0:
             self._done.append(Stored(call.job_id, call.layer, call.start, call.num_rows, call.refusal))
@@ -175,10 +175,13 @@ class KvFeed:
     def _fill(self, piece: _Piece, frame: Frame) -> None:
         rows = bytearray(KV_ROWS.size)
         if frame.lengths != piece.lengths or frame.layer != piece.call.layer:
-            raise FrameError(f"a KV frame of layer {frame.layer} came with parts of {frame.lengths} bytes")
+            raise FrameError(
+                f"a KV frame of layer {frame.layer} with parts of {frame.lengths} bytes, not of layer "
+                f"{piece.call.layer} with parts of {piece.lengths} bytes"
+            )
         self._conversation.read_into(rows)
         if rows != piece.rows:
-            raise FrameError("a KV frame has other rows")
+            raise FrameError("a KV frame has other rows than were asked for")
         for array in piece.arrays:
             self._conversation.read_into(array)
 
@@ -193,6 +196,6 @@ def _check_rows(arrays: tuple[np.ndarray, ...]) -> None:
     is_right = [each.ndim for each in arrays] == dimensions and 0 < len(arrays[0]) == len(arrays[-1])
     if not is_right or not all(each.flags.c_contiguous for each in arrays):
         raise ValueError(
-            f"k and v must be C-contiguous [num_rows, num_kv_heads, head_dim] of the same rows, not "
+            f"k and v must be C-contiguous [num_rows, num_kv_heads, head_dim] with equal num_rows, not "
             f"{' and '.join(str(each.shape) for each in arrays)}"
         )

@@ -1,4 +1,4 @@
-"""Sends a prompt's keys and values to KV ports of R-workers that store them, and reads a prefix from such ports.
+"""Sends a prompt's keys and values to the KV ports of R-workers that store them, and reads a prefix from KV ports.
 
 If ranks share the model, a logical R-worker is one process per rank, each with the rank's KV heads and its own port.
 """
@@ -37,8 +37,8 @@ class PortHeads:
         """Raise FrameError unless ``num_ports`` ports together take all KV heads, each head equally often."""
         for layer, count in zip(self._layout.layers, self._kv_heads, strict=True):
             if num_ports % (layer.num_kv_heads // count):
-                each = f"{num_ports} ports take {count} KV heads each"
-                raise FrameError(f"PROMPT: {each}, and the model's {layer.num_kv_heads} cannot be shared out so")
+                each = f"{num_ports} ports of {count} KV heads each"
+                raise FrameError(f"PROMPT: {each} do not take each of the model's {layer.num_kv_heads} equally often")
 
     def of(self, layer: int, port: int, num_ports: int) -> slice:
         """Return the range of KV heads of ``layer`` that port ``port`` of ``num_ports`` takes."""

@@ -95,8 +95,9 @@ class PrefillWelcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a prompt: part ``part`` has the tokens from position ``bounds[part]`` to ``bounds[part + 1]``.
 
-    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. Those in ``stores`` store the rows.
-    ``next``: the worker that gets this part's keys and values; None at a chain's end. The token ids follow separately.
+    Tokens before ``bounds[0]`` are a prefix, held by the R-workers in ``prefix``. The R-workers in ``stores`` store the
+    prompt's keys and values. ``next``: the prefill worker that gets this part's keys and values, or None. The token ids
+    follow in another part of the frame.
     """
 
     job_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -135,7 +136,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def depends_on(self, place: Place, numbers: Collection[int]) -> bool:
         """Return whether the part cannot be computed without ``place``.
 
-        ``place``: a prefill worker, or an R-worker. ``numbers``: job ids or tickets of transfers with it.
+        ``place``: a prefill worker, or an R-worker. ``numbers``: job ids or tickets of transfers to or from ``place``.
         The part depends on the next prefill worker, and on R-workers with some of the prefix.
         """
         if self.next == place and self.job_id in numbers:
@@ -161,22 +162,18 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the message as JSON."""
     return encode_json(message)
 
 
 def decode_prefill_hello(data: bytes | bytearray) -> PrefillHello:
-    """Return the HELLO in ``data``. A FrameError names the wrong field."""
     return decode_json("HELLO", data, PrefillHello)
 
 
 def decode_prefill_welcome(data: bytes | bytearray) -> PrefillWelcome:
-    """Return the WELCOME in ``data``. A FrameError names the wrong field."""
     return decode_json("WELCOME", data, PrefillWelcome)
 
 
 def decode_failure(data: bytes | bytearray) -> Failure:
-    """Return the failure in ``data``. A FrameError names the wrong field."""
     return decode_json("FAILED", data, Failure)
 
 
@@ -190,11 +187,11 @@ def decode_prompt(data: bytes | bytearray, tokens: np.ndarray, max_model_len: in
     if not (np.diff(bounds) > 0).all() or bounds[-1] > max_model_len:
         raise FrameError(f"PROMPT: bounds must ascend to {max_model_len} at most, not {list(prompt.bounds)[:8]}")
     if prompt.context_len and prompt.method != "kvr":
-        raise FrameError(f"PROMPT: after a prefix the method is kvr, not {prompt.method}")
+        raise FrameError(f"PROMPT: with a prefix the method must be kvr, not {prompt.method}")
     if prompt.part >= prompt.num_parts:
-        raise FrameError(f"PROMPT: part {prompt.part} of {prompt.num_parts}")
+        raise FrameError(f"PROMPT: part {prompt.part}; the parts are 0 to {prompt.num_parts - 1}")
     if len(tokens) != prompt.end - prompt.start:
-        raise FrameError(f"PROMPT: {len(tokens)} tokens, and its part has {prompt.end - prompt.start}")
+        raise FrameError(f"PROMPT: {len(tokens)} tokens; by its bounds the part has {prompt.end - prompt.start}")
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise FrameError(f"PROMPT: tokens must be 0 to {vocab_size - 1}")
     _check_places(prompt)
@@ -216,7 +213,7 @@ def _check_places(prompt: Prompt) -> None:
     for each in sorted(prompt.stores, key=lambda store: store.start):
         reached = max(reached, each.end) if each.start <= reached else reached
     if reached < prompt.bounds[-1]:
-        raise FrameError(f"PROMPT: no place stores token {reached}")
+        raise FrameError(f"PROMPT: no R-worker stores token {reached}")
     for place in (*(place for each in placed for place in each.places), *((prompt.next,) if prompt.next else ())):
         _check_address(place.address)
 

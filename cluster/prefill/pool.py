@@ -65,7 +65,7 @@ class PrefillPool:
         addresses: Callable[[], Sequence[str]],
         connect: Callable[[str], Link],
     ) -> None:
-        """``addresses`` is called once all workers are open; ``connect`` with each later joining worker's address."""
+        """``addresses``: called once all workers are open. ``connect``: called with the address of one that joins."""
         self._connect = connect
         self.clients: list[PrefillClient | None] = list(clients)
         self._find_addresses = addresses
@@ -225,7 +225,7 @@ class PrefillPool:
         num_bytes, dtype = self._logits
         num_missed, rest = divmod(frame.lengths[0] - PREFILLED.size, TICKETS.itemsize)
         if not 0 <= num_missed <= MAX_PLACES or rest or frame.lengths[1] not in (0, num_bytes) or frame.lengths[2]:
-            raise FrameError(f"a PREFILLED frame with parts of {frame.lengths} bytes")
+            raise FrameError(f"a PREFILLED frame with parts of {frame.lengths} bytes; logits have {num_bytes}")
         head, logits = bytearray(frame.lengths[0]), np.empty(frame.lengths[1] // dtype.itemsize, dtype)
         link.read_into(head)
         if logits.nbytes:

@@ -27,7 +27,7 @@ OnFailure = Callable[[list[int], Place, str, bool], None]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer to send: (k, v), or (stored,) of a prefix. ``start``: the first row's position.
+    """Rows of a layer to send. ``arrays``: (k, v), or (cached bytes,) of a prefix. ``start``: first row's position.
 
     ``job_id``: the number by which the receiver knows the rows: the job's id, or an R-worker's ticket.
     """
@@ -149,7 +149,6 @@ class Senders:
             self._threads.pop(key, None)
 
     def close(self) -> None:
-        """End all threads."""
         threads, self._threads = self._threads, {}
         for sender in threads.values():
             sender.close()
@@ -160,7 +159,7 @@ class ChainSender(Sender):
 
     def _serve(self, jobs: dict[int, None]) -> None:
         feed = KvFeed(self.place.address, self.place.epoch, self._security)
-        # Most jobs that are remembered as senders to the next worker; they fail if that worker is lost
+        # Most jobs to fail if the next worker is lost: the latest that have sent rows to it
         most_remembered = 64
         try:
             while not self._is_closed:

@@ -81,7 +81,7 @@ class PrefillServer:
         }
 
     def listen(self, host: str, port: int) -> str:
-        """Open the port; return its address, "host:port". Raise OSError if that is impossible."""
+        """Open the port; return its address, "host:port". Raise OSError if listening fails."""
         self._port = Port(host, port, self._security, self._handle, open_kinds=frozenset({Kind.HELLO}))
         return self._port.address
 
@@ -123,7 +123,6 @@ class PrefillServer:
         return self._peer is None
 
     def close(self) -> None:
-        """Close the port; may be called twice."""
         self._drop_peer()
         if self._port:
             self._port.close()
@@ -134,10 +133,9 @@ class PrefillServer:
             self._port.send(self._peer, kind, *parts)
 
     def _handle(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
-        """Handle one frame from the peer ``identity``, in the port's thread."""
         handler = self._handlers.get(frame.kind)
         if frame.kind is Kind.BYE and identity != self._peer:
-            return  # a frame from a refused or former S-worker
+            return  # the frame is from an S-worker that was refused, or is served no more
         if handler is None:
             raise FrameError(f"a {frame.kind.name} frame, which a prefill worker does not take")
         if frame.kind not in (Kind.HELLO, Kind.KV) and identity != self._peer:
@@ -175,14 +173,15 @@ class PrefillServer:
     def _prompt(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         num_tokens, rest = divmod(frame.lengths[1], 8)
         if frame.lengths[0] > MAX_JSON_BYTES or rest or num_tokens > self.model.max_model_len or frame.lengths[2]:
-            raise FrameError(f"a PROMPT frame with parts of {frame.lengths} bytes")
+            most = f"{MAX_JSON_BYTES:,} and {8 * self.model.max_model_len:,} at most"
+            raise FrameError(f"a PROMPT frame with parts of {frame.lengths} bytes; {most}")
         body = bytearray(frame.lengths[0])
         reader.read_into(body)
         tokens = reader.array((num_tokens,), np.dtype(np.int64)).copy()
         prompt = decode_prompt(body, tokens, self.model.max_model_len, self.model.vocab_size)
         most_jobs = 1 << 12
         if len(self._jobs) >= most_jobs or prompt.job_id in self._jobs:
-            raise FrameError(f"PROMPT: job {prompt.job_id} is here already, or one of {most_jobs:,} that wait")
+            raise FrameError(f"PROMPT: job {prompt.job_id} was sent before, or {most_jobs:,} other jobs wait already")
         send_on = partial(self._senders.of(ChainSender, prompt.next).send, prompt.job_id) if prompt.next else None
         for each in (*prompt.stores, *prompt.prefix):
             self._heads.check(len(each.places))
@@ -227,13 +226,14 @@ class PrefillServer:
         """Return the arrays into which a KV frame's rows are read. Raise FrameError for wrong sizes."""
         layers = self._layout.layers
         if not (frame.layer < len(layers) and start >= 0 and 0 < num_rows <= self.model.max_model_len):
-            raise FrameError(f"KV: layer {frame.layer}, {num_rows} rows from position {start}")
+            wrong = f"layer {frame.layer}, {num_rows} rows from position {start}"
+            raise FrameError(f"KV: {wrong}; the model has {len(layers)} layers")
         if job := self._jobs.get(job_id):
             arrays = job.place_for(frame.layer, start, num_rows)
         else:
             arrays = early_place(self._layout, frame.layer, num_rows, frame.lengths[1:])
         if frame.lengths[1:] != part_bytes(arrays):
-            raise FrameError(f"KV: {num_rows} rows of {frame.lengths[1:]} bytes, and they take {part_bytes(arrays)}")
+            raise FrameError(f"KV: {num_rows} rows in parts of {frame.lengths[1:]} bytes, not {part_bytes(arrays)}")
         return arrays
 
     def _cancel(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:

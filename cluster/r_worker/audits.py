@@ -1,4 +1,4 @@
-"""An R-worker's answers to audits, and checks of its memory before cached tokens are shared or leave it."""
+"""An R-worker's answers to audits, and checks of cached tokens before sequences share them or they are exported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def audited(worker: _rworker.RWorker, layout: KVLayout, asked: Sequence[AuditQue
 
 def check_forks(worker: _rworker.RWorker, controls: np.ndarray) -> None:
     """Raise DamagedError if a prefix that ``controls`` fork has a block that differs from its checksum.
-    ``controls``: CONTROL [num_controls]. Only negative ids, of prefixes, are checked: running sequences are audited.
+    ``controls``: CONTROL [num_controls]. Prefixes have negative ids. Running sequences need no check: they are audited.
     """
     for _, _, source, num_tokens in controls[controls["verb"] == Verb.FORK].tolist():
         if source < 0:
@@ -76,7 +76,7 @@ class AuditDoor:
         """Read and return the questions in ``frame``; check its lengths before memory is allocated."""
         lengths = frame.lengths
         if lengths[0] > MOST_QUESTIONS * QUESTION.itemsize or lengths[2]:
-            raise FrameError(f"an AUDIT frame with parts of {lengths} bytes")
+            raise FrameError(f"an AUDIT frame with parts of {lengths} bytes; {MOST_QUESTIONS} questions at most")
         numbers = bytearray(lengths[0])
         self._link.read_into(numbers)
         asked = decode_questions(numbers, self._layout)

@@ -37,7 +37,7 @@ class FaultyRWorker:
     """A C++ R-worker on a host with ``faults``. ``num_faults``: how many bits were flipped."""
 
     def __init__(self, worker: _rworker.RWorker, faults: Faults, layers: Sequence[int]) -> None:
-        """``layers``: the layers whose blocks may change."""
+        """``layers``: the layers in whose cached blocks bits may be flipped."""
         self._worker, self._faults, self._layers = worker, faults, list(layers)
         self._random = np.random.default_rng(faults.seed)
         self._spans = np.zeros((0, 4), np.int64)

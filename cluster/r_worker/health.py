@@ -31,8 +31,8 @@ class HealthPort(ThreadingHTTPServer):
 
     /live tells whether the process works; /health also tells whether it can be given work.
 
-    Clients cannot harm the R-worker, since their time, bytes and number are limited. Raise ConfigError if it cannot
-    listen at ``host`` and ``port`` (0: any).
+    Clients cannot harm the R-worker, since their time, bytes and number are limited. Raise ConfigError if ``host`` and
+    ``port`` (0: any) are not available.
     """
 
     daemon_threads = True
@@ -52,12 +52,11 @@ class HealthPort(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The "host:port" at which it listens."""
+        """The "host:port" of this health port."""
         host, port = self.server_address[:2]
         return f"{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop listening."""
         self.shutdown()
         self.server_close()
 
@@ -67,7 +66,7 @@ class HealthPort(ThreadingHTTPServer):
         self.server_name, self.server_port = "fastdecode", self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return False to close the connection."""
+        """Return whether to serve the client; False closes the connection, since MOST_CLIENTS are connected."""
         with self._lock:
             if len(self._clients) >= MOST_CLIENTS:
                 return False
@@ -107,7 +106,6 @@ class _Limited:
         self.close = file.close
 
     def readline(self, size: int = -1) -> bytes:
-        """Return the next line, as a file does."""
         line = self._file.readline(self._left + 1 if size < 0 else min(size, self._left + 1))
         self._left -= len(line)
         if self._left < 0:
@@ -123,12 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_SECONDS
 
     def setup(self) -> None:
-        """Limit the connection before its request is read."""
+        """Limit the bytes that are read from this connection."""
         super().setup()
         self.rfile = _Limited(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        """Answer /health, /live or /metrics."""
         path = self.path.partition("?")[0]
         vitals = self.server.vitals
         content_type = "text/plain; version=0.0.4; charset=utf-8"

@@ -99,7 +99,7 @@ def take_host(
             f"of this machine's {total_memory_bytes() / 2**30:.2f} GiB"
         )
     threads = num_threads or len(bound)
-    pinned = () if cores is None and has_cpu_quota() else bound  # a quota limits time, not cores
+    pinned = () if cores is None and has_cpu_quota() else bound
     size = RWorkerSize(kv_cache_bytes or int(free * KV_CACHE_SHARE), threads, pinned)
     check_isa(tuned.isa)
     bandwidth = _rworker.read_peak(threads, max(READ_BYTES, threads << 20), 3)
@@ -174,7 +174,7 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
 def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
     """Return a cache for one sequence of ``num_tokens`` and one layer, or one layer and its index.
 
-    If this process cannot attend in the layout's arithmetic, the cache uses another one.
+    If this process lacks the layout's instruction set, the cache uses the fastest that this process has.
     """
     layout = layout.absorbed
     if not attends_in(layout.isa):
@@ -207,7 +207,7 @@ def block_bytes(layout: KVLayout, block_size: int) -> int:
 def begin_step(worker: _rworker.RWorker, plan: WorkerPlan) -> None:
     """Give ``worker`` its plan. Raise ValueError or KeyError if the plan is impossible.
 
-    Raise DamagedError if it would share blocks that differ from their checksums.
+    Raise DamagedError if the plan forks a prefix with blocks that differ from their checksums.
     """
     check_forks(worker, plan.controls)
     worker.begin_step(_columns(plan.controls), [_columns(spans) for spans in plan.mini_batches])
@@ -220,14 +220,14 @@ def end_step(worker: _rworker.RWorker, leaving: bool = False) -> WorkerReport:
 
 
 def weigh(worker: _rworker.RWorker, asked: Weighing) -> np.ndarray:
-    """Return attention weights per block, or score norms per head. Raise ValueError or KeyError if impossible."""
+    """Return attention weights per block, or (max, sum) of scores per head. Raise ValueError or KeyError on failure."""
     part, queries = asked.part, list(asked.queries)
     found = worker.weigh(
         sequence_id=part.sequence_id, position=part.position, offset=part.offset, block=asked.block,
         layers=list(asked.layers), queries=queries, norms=asked.norms, finds_norms=asked.finds_norms,
     )  # fmt: skip
     if not asked.finds_norms and len(found) != asked.num_blocks:
-        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, and {len(found)} are here")
+        raise ValueError(f"weigh: {part.num_tokens} tokens make {asked.num_blocks} blocks, not {len(found)}")
     return found
 
 

@@ -56,7 +56,7 @@ class Joiner:
         reason = self._channel.failure() if self._channel else ""
         if not self._channel or not reason:
             self._failing_since = now
-        # Seconds of fruitless asking after which a worker reports trouble
+        # Seconds for which JOINs fail before the worker reports trouble
         trouble_seconds = 3.0
         self.trouble = f"cannot join {self._pool}: {reason}" if now - self._failing_since > trouble_seconds else ""
         if self.trouble and self.trouble not in self._logged and len(self._logged) < MOST_LOGGED:

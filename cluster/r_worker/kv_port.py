@@ -24,10 +24,10 @@ some 10 ms per layer of a prompt, and a step must not become that much longer.
 
 
 class RowStore:
-    """Stores and reads the cache rows that frames at a KV port name.
+    """Handles the frames that arrive at a KV port, KV and READ.
 
-    The rows, or the recurrent layer's state, of a KV frame go to an incoming sequence; the answer is STORED. The answer
-    to READ is a KV frame of cached tokens in stored form.
+    A KV frame brings rows, or a recurrent layer's state, of a sequence that is being stored; the answer is STORED. READ
+    asks for cached tokens; the answer is a KV frame with their bytes in the cache's form.
     """
 
     def __init__(self, worker: _rworker.RWorker, layout: KVLayout) -> None:
@@ -59,7 +59,7 @@ class RowStore:
 
     def _read(self, port: Port, identity: bytes, frame: Frame, reader: Reader) -> None:
         if any(frame.lengths[1:]):
-            raise FrameError(f"a READ frame with parts of {frame.lengths} bytes")
+            raise FrameError(f"a READ frame with parts of {frame.lengths} bytes; it takes one part")
         job_id, start, num_rows = reader.record(KV_ROWS)
         if frame.layer >= len(self._layers):
             raise FrameError(f"READ: layer is {frame.layer}; there are {len(self._layers)}")
@@ -67,7 +67,7 @@ class RowStore:
         # Most bytes of keys and values that one READ may ask for, which bounds how long other frames wait
         most_read_bytes = 1 << 21
         if not 0 < num_rows <= max(1, most_read_bytes // row_bytes):
-            raise FrameError(f"READ: {num_rows} rows; of {row_bytes:,} bytes each, {most_read_bytes:,} at most")
+            raise FrameError(f"READ: {num_rows} rows of {row_bytes:,} bytes; {most_read_bytes:,} bytes at most")
         stored = self._worker.read_prefix(job_id, frame.layer, start, num_rows)
         port.send(identity, Kind.KV, KV_ROWS.pack(job_id, start, num_rows), stored, layer=frame.layer)
 

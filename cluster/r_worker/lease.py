@@ -81,9 +81,10 @@ class Lease:
         return f"session {self._name} was continued by {self._holder}: epoch {self._last_epoch}, not {asked.epoch}"
 
     def may_pass_to(self, hello: Hello, has_stopped: Callable[[], bool]) -> bool:
-        """Return whether the S-worker of ``hello`` may take over from the served one once that is silent.
+        """Return whether the S-worker that sent ``hello`` may replace the served one once the served one is silent.
 
-        ``has_stopped``: tells whether the served S-worker has stopped; asked if ``hello`` waits for that.
+        ``has_stopped`` tells whether the served S-worker's process has stopped. If ``hello`` says ``waits``, silence is
+        not enough: the served process must have stopped.
         """
         asked = hello.lease
         if asked is None or not self.epoch or asked.session != self._name or asked.epoch:
@@ -91,10 +92,10 @@ class Lease:
         return not asked.waits or has_stopped()
 
     def leave(self, worker: _rworker.RWorker, is_broken: bool, is_untouched: bool = False) -> None:
-        """Keep ``worker`` for a while if the link ``is_broken`` and the S-worker asked for that; otherwise free it.
+        """Keep ``worker``, the cache, if the link ``is_broken`` and the S-worker asked for keeping; otherwise free it.
 
-        If ``is_untouched``, this S-worker has not changed the cache that it got, and it is kept for the S-worker that
-        follows the previous one. Half-stored prompts of prefill workers are dropped, since nobody completes them.
+        ``is_untouched``: the S-worker got a kept cache and ran no step. The cache then still passes to an S-worker that
+        follows the one before. Half-stored prompts of prefill workers are dropped, since nobody completes them.
         The journal is always kept: an S-worker that ends its session empties it.
         """
         asked = self._served.lease if self._served else None

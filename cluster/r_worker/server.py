@@ -104,15 +104,15 @@ class Server:
         log.info("serving %s", hello.name)
 
     def _refuse_stranger(self, peer: PeerChannel) -> None:
-        """Send a second S-worker the name of the first. Other frames of unknown peers are dropped and logged once.
+        """Refuse an S-worker that asks while another is served. Drop other frames of unknown peers, and log them once.
 
-        In a named session, if the first is silent, the second is admitted at its next attempt.
+        In a named session, a silent S-worker loses the session, so the asking one is admitted at its next attempt.
         """
         if self._door.has_gate and not self._door.knows(peer):
             self._door.opens(peer)
             return
         if (kind := _kind(peer)) is Kind.BYE:
-            return  # refused peers send BYE
+            return  # a peer that was refused ends with BYE
         if kind is not Kind.HELLO:
             self._log_once("a frame of a peer that is not served")
             return
@@ -131,7 +131,7 @@ class Server:
         return not self._listener.reaches(beats_name(self._session.epoch if self._session else 0))
 
     def _tell_of(self, hello: Hello | None) -> None:
-        """Log once which other S-worker asks to be served; a standby asks repeatedly."""
+        """Log once that the S-worker of ``hello`` asks to be served, since a standby asks repeatedly."""
         if hello and hello.lease and hello.lease.waits:
             self._log_once(f"S-worker {hello.name} stands by for session {hello.lease.session}", logging.INFO, "")
         else:
@@ -145,7 +145,7 @@ class Server:
 
 
 class _Door:
-    """The peers that have proven to hold the key, if one is needed; the last ``MOST_PENDING`` are remembered."""
+    """Remembers the last ``MOST_PENDING`` peers that have proven to hold the key. Without a key all peers may enter."""
 
     def __init__(self, security: Security) -> None:
         self._gate = None if security.proof_key is None else Gate(security.proof_key)

@@ -218,7 +218,7 @@ class Session:
         dtype = WIRE_DTYPE[self._layout.model_dtype]
         num_heads, rest = divmod(frame.lengths[1], math.prod(shape) * dtype.itemsize)
         if frame.lengths[0] != FIRST_HEAD.size or rest or not 0 < num_heads <= layer.num_heads or frame.lengths[2]:
-            raise FrameError(f"a WEIGHTS frame with parts of {frame.lengths} bytes, which are no heads of its layer")
+            raise FrameError(f"a WEIGHTS frame with parts of {frame.lengths} bytes: no whole heads of its layer")
         if frame.lengths[1] > FRAME_BYTES:
             raise FrameError(f"a WEIGHTS frame of {frame.lengths[1]:,} bytes; {FRAME_BYTES:,} at most")
         first, rows = bytearray(FIRST_HEAD.size), np.empty((num_heads, *shape), dtype)
@@ -265,7 +265,7 @@ class Session:
     def _picks(self, frame: Frame) -> None:
         data = self._link.body(frame)
         if len(data) % 4:
-            raise FrameError(f"a PICKS frame of {len(data)} bytes")
+            raise FrameError(f"a PICKS frame of {len(data)} bytes, which is no multiple of 4")
         counts = np.frombuffer(data, "<i4").astype(np.int32)
         self._open_worker.share(frame.mini_batch, frame.layer, counts)
 

@@ -19,7 +19,6 @@ class SessionJournal:
 
     @property
     def num_bytes(self) -> int:
-        """The journal's length in bytes."""
         return len(self.data)
 
     def check(self, start: int, num_bytes: int) -> None:
@@ -44,7 +43,6 @@ class SessionJournal:
             self.data = data
 
     def clear(self) -> None:
-        """Free the journal."""
         self.data = bytearray()
 
 
@@ -58,7 +56,7 @@ class JournalDoor:
     def _record(self, frame: Frame) -> None:
         """Receive bytes of the journal; check their announced number before memory is allocated."""
         if frame.lengths[0] != FIRST_BYTE.size or frame.lengths[2]:
-            raise FrameError(f"a RECORD frame with parts of {frame.lengths} bytes")
+            raise FrameError(f"a RECORD frame with parts of {frame.lengths} bytes, not of {FIRST_BYTE.size} and any")
         first = bytearray(FIRST_BYTE.size)
         self._link.read_into(first)
         (start,) = FIRST_BYTE.unpack(first)

@@ -29,7 +29,7 @@ CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
 """Sizes of a trial: tokens of a sequence, query heads per KV head, and elements of a key or value."""
 
 SEQUENCES, KV_HEADS = 12, 8
-"""Sizes of a trial of reading: 48 MiB of keys and values, most of which the trials between evict from caches."""
+"""Sizes of a trial of reading: 48 MiB of keys and values, most of which leave the caches while other trials run."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def measured_tuning() -> Tuning:
 def fastest_isa() -> str:
     """Return the newest instruction set or the one before it, whichever is faster.
 
-    Some processors take two cycles for a product of bfloat16 pairs, but half a cycle for one of float32 numbers.
+    The newest may be slower: on some processors its product of bfloat16 pairs takes two cycles, and a product of
+    float32 numbers half a cycle.
     """
     best = _rworker.supported_isas()[-1]
     if best != "avx512_bf16":
@@ -97,11 +98,10 @@ def fastest_isa() -> str:
 
 
 def fastest_read_ahead() -> str:
-    """Return the fastest way to prefetch tokens, by measurement.
+    """Measure which of ``READ_AHEAD``, the ways to prefetch cached tokens, is fastest on this machine; return it.
 
-    On some processors one ascending run starts the hardware's own prefetchers. Some have more buffers for cache lines
-    on their way into the second-level cache, and some are faster with eight pages at once. Reads alone differ by a few
-    per cent, but attention, which also computes, by half.
+    Processors differ. "run", one ascending run, starts the prefetchers of some; others have more buffers for "run-l2",
+    or read eight memory pages at a time ("pages") fastest. Attention is up to half faster with the right one.
     """
     trials = {way: _Trial("auto", way, SEQUENCES, KV_HEADS) for way in READ_AHEAD}
     seconds = {way: min(times) for way, times in zip(trials, _in_turns(trials.values()), strict=True)}

@@ -42,7 +42,6 @@ class Vitals:
         self.is_serving = True
 
     def stepped(self, report: WorkerReport) -> None:
-        """Record the end of a step."""
         self.num_steps += 1
         self.blocks_free = report.blocks_free
         self.kv_bytes_read += report.bytes_read

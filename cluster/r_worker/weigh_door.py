@@ -37,7 +37,7 @@ class WeighDoor:
         """Read and return the question in ``frame``; check its lengths before memory is allocated."""
         lengths, layout = frame.lengths, self._layout
         if lengths[0] > MOST_NUMBER_BYTES or lengths[1] > FRAME_LIMIT:
-            raise FrameError(f"a WEIGH frame with parts of {lengths} bytes")
+            raise FrameError(f"a WEIGH frame with parts of {lengths} bytes; {MOST_NUMBER_BYTES:,} of numbers at most")
         numbers = bytearray(lengths[0])
         self._link.read_into(numbers)
         asked = decode_numbers(numbers, layout)

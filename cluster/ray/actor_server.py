@@ -130,7 +130,8 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
     for slot in range(most_slots):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")  # in Linux's abstract namespace, so that no file remains
+            # A socket name that begins with \0 is in Linux's abstract namespace, so no file remains
+            claim.bind(f"\0fastdecode-ray-r-worker-{slot}")
         except OSError:
             claim.close()
             continue
@@ -141,8 +142,9 @@ def take_cores(num_threads: int) -> tuple[socket.socket | None, list[int] | None
 def choose_cores(slot: int, num_threads: int, nodes: Sequence[Sequence[int]]) -> list[int]:
     """Return the cores of R-worker number ``slot`` of a host whose NUMA nodes have the cores ``nodes``.
 
-    NUMA nodes are dealt in turn, and their cores one after another; both start again from the first when they run out.
-    An R-worker with more threads than a NUMA node has cores gets all cores.
+    R-workers take the NUMA nodes in turn, and within a node the next ``num_threads`` cores. For two nodes [0..3] and
+    [4..7] and 2 threads, slots 0 to 3 get [0, 1], [4, 5], [2, 3], [6, 7]. An R-worker with more threads than a node has
+    cores gets all cores.
     """
     cores = nodes[slot % len(nodes)]
     if num_threads > len(cores):

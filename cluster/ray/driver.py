@@ -65,7 +65,7 @@ class ActorGroup:
         self.ask = choose_ask(count, nodes, num_threads, kv_cache_bytes, strict)
         wait_seconds = os.environ.get("FASTDECODE_RAY_SECONDS")
         if wait_seconds is None:
-            check_fits(self.ask, nodes)  # otherwise an autoscaler may add nodes meanwhile
+            check_fits(self.ask, nodes)  # the variable is for clusters whose autoscaler may add nodes meanwhile
         self._actors: list[Any] = []
         self._group: PlacementGroup = placement_group([self.ask.bundle] * count, strategy=self.ask.strategy)
         if not self._group.wait(_seconds(wait_seconds)):
@@ -109,14 +109,15 @@ class ActorGroup:
 
 
 def connect(stack: contextlib.ExitStack) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs here; return True if one was started here.
+    """Connect to the cluster at RAY_ADDRESS, or to one on this machine, or start one; return True if it was started.
 
-    ``stack`` disconnects, and ends a cluster that was started.
+    When ``stack`` closes, this process disconnects, and a cluster that it started ends.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS: the engine must run on a node of the cluster, not at {address}: ray job submit"
+            f"RAY_ADDRESS: the engine must run on a node of the cluster, not outside it ({address}): start it with "
+            f"ray job submit"
         )
     if address not in ("", "auto", "local"):
         _probe(address)
@@ -189,14 +190,12 @@ def _serve(stack: contextlib.ExitStack, orders: TextIO, out: TextIO) -> None:
 
 
 def _nodes() -> list[Node]:
-    """Return the living nodes."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     has = [(node["NodeManagerAddress"], node["Resources"]) for node in alive]
     return [Node(address, int(each.get("CPU", 0)), int(each.get("memory", 0))) for address, each in has]
 
 
 def _own_address() -> str:
-    """Return the address of this process's node."""
     mine = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == mine)
 
@@ -244,5 +243,5 @@ def _refusal(error: FastDecodeError) -> dict[str, str]:
 
 
 def _say(out: TextIO, what: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the engine has ended
+    with contextlib.suppress(BrokenPipeError):  # the engine has ended; ``main`` sees that at its stdin
         print(json.dumps(what), file=out, flush=True)

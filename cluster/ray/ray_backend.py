@@ -36,10 +36,10 @@ def check_installed() -> None:
 
 
 class RayJob:
-    """Room for R-workers in a Ray cluster, and later the actors there. Makes the key unless ``key_file`` has it.
+    """A reservation of CPUs and memory in a Ray cluster for R-workers, and the R-workers (actors) started there.
 
-    ``host``: this node's address in the cluster. ``is_alone``: the cluster was started for this job on this machine.
-    Connections then stay on this machine, and are not encrypted unless ``security`` or ``key_file`` is given.
+    Without ``key_file`` it draws a random key. ``host``: this node's address in the cluster. ``is_alone``: the cluster
+    was started for this job on this machine; then connections are not encrypted unless a setting asks for it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RayJob:
         key_file: str | None = None,
         security: str | None = None,
     ) -> None:
-        """Wait until Ray has room. Raise CapacityError, with what is missing, if it has not."""
+        """Wait until Ray has reserved the resources. Raise CapacityError, with what is missing, if it cannot."""
         check_installed()
         secret = read_secret(key_file) if key_file else secrets.token_hex(32).encode()
         self.count = count
@@ -102,7 +102,7 @@ class RayJob:
             self.process.wait()
 
     def _tell(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # ``_next`` raises the reason for its end
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; ``_next`` will raise why
             print(json.dumps(what), file=self.process.stdin, flush=True)
 
     def _listen(self) -> None:
@@ -141,7 +141,7 @@ class RayBackend(JoiningBackend):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         if self.join_listener is None:
-            raise BackendError("R-workers on Ray join, and there is no listener")
+            raise BackendError("R-workers on Ray join the pool: give it a join listener")
         self._job.start(self._reachable(self.join_listener))
         self._deadline = time.monotonic() + START_SECONDS
         return super().open(layout)

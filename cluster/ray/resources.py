@@ -20,7 +20,6 @@ class Node:
     memory_bytes: int
 
     def describe(self) -> str:
-        """Return address, CPUs and memory in a few words."""
         return f"{self.address} with {self.num_cpus} CPU(s) and {self.memory_bytes / GIB:.2f} GiB"
 
 
@@ -49,7 +48,6 @@ class Ask:
         return min(most, 1) if self.strict else most
 
     def describe(self) -> str:
-        """Return the request in a few words."""
         where = "each on a node of its own" if self.strict else "spread over nodes"
         return f"{self.count} R-worker(s) of {self.num_cpus} CPU(s) and {self.memory_bytes / GIB:.2f} GiB each, {where}"
 
@@ -57,9 +55,9 @@ class Ask:
 def choose_ask(
     count: int, nodes: Sequence[Node], num_threads: int | None, kv_cache_bytes: int | None, strict: bool = False
 ) -> Ask:
-    """Return the request for ``count`` R-workers. None stands for the largest equal share that ``nodes`` have for each.
+    """Return the request for ``count`` R-workers. A number that is None becomes the largest equal share of ``nodes``.
 
-    The memory is KV_CACHE_SHARE of what Ray counts on a node, divided by the most R-workers that may come there.
+    The share of memory is KV_CACHE_SHARE of what Ray counts on a node, divided by the most R-workers that it may get.
     """
     num_cpus = num_threads or _largest_share(count, nodes, strict)
     if kv_cache_bytes is None:

@@ -1,4 +1,4 @@
-"""The frames AUDIT and AUDITED, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the frames AUDIT and AUDITED."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_questions(data: bytes | bytearray, layout: KVLayout) -> list[AuditQue
     """Return the questions in AUDIT's first part, without queries. Raise FrameError for impossible values."""
     max_tokens = 1 << 40
     if len(data) % QUESTION.itemsize or len(data) > MOST_QUESTIONS * QUESTION.itemsize:
-        raise FrameError(f"AUDIT: {len(data)} bytes of numbers")
+        raise FrameError(f"AUDIT: {len(data)} bytes of numbers; a question has {QUESTION.itemsize} bytes")
     audited, asked = set(layout.audited_layers), []
     for mode, sequence_id, layer, position, num_tokens in np.frombuffer(data, QUESTION).tolist():
         if not 0 <= mode <= max(AuditMode):

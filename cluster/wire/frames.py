@@ -149,12 +149,12 @@ class Conversation:
         return frame
 
     def check_order(self, frame: Frame) -> None:
-        """Raise FrameError for a frame that was received before, or is far ahead."""
+        """Raise FrameError if the frame's number was received before, or is far above the next expected number."""
         if frame.sequence < self._least_received:
             raise FrameError(
                 f"a {frame.kind.name} frame that came before: number {frame.sequence}, not {self._least_received}"
             )
-        # Most numbers that may be skipped. After a larger skip every following frame would count as late.
+        # Most numbers that a sender may skip. A huge number must not pass: all later frames would seem received before.
         most_skipped = 1 << 16
         if frame.sequence - self._least_received > most_skipped:
             raise FrameError(
@@ -165,7 +165,7 @@ class Conversation:
     def body(self, frame: Frame, most_bytes: int = FRAME_LIMIT) -> bytearray:
         """Return the only part of ``frame``.
 
-        Raise FrameError if it announces more than ``most_bytes``, or several parts.
+        Raise FrameError if the frame has several parts, or one part of more than ``most_bytes`` bytes.
         """
         if frame.lengths[0] > most_bytes or any(frame.lengths[1:]):
             raise FrameError(f"a {frame.kind.name} frame with parts of {frame.lengths} bytes; {most_bytes:,} at most")

@@ -50,7 +50,8 @@ log = logging.getLogger("fastdecode.r_worker")
 class Security:
     """The security of a connection. Its two ends authenticate each other by ``secret``, if there is one.
 
-    With ``encrypts`` ZeroMQ's CURVE does it. Without, the handshake of this module does it, and data is unencrypted.
+    With ``encrypts``, ZeroMQ's CURVE authenticates and encrypts. Otherwise this module's handshake authenticates the
+    ends, and data is unencrypted.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -117,7 +118,7 @@ def proof(key: bytes, role: str, nonces: bytes) -> bytes:
 def proven(channel: AnyChannel, security: Security, name: str) -> AnyChannel:
     """Return ``channel`` once both ends have proven that they hold the key, if ``security`` asks for proofs.
 
-    On failure, close it and raise BackendError with the reason, or WorkerLostError if the other end, ``name``, is gone.
+    On failure, close ``channel``, and raise BackendError, or WorkerLostError if the other end, ``name``, is gone.
     """
     try:
         if security.proof_key is not None:
@@ -147,7 +148,7 @@ def _prove(channel: Channel, key: bytes, name: str) -> None:
 def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
     """Send ``nonce`` as a CHALLENGE; return (both nonces concatenated, the R-worker's proof).
 
-    The R-worker numbers its answers from 0; the nonces show that they are new.
+    The R-worker numbers its answers from 0; the nonces show that an answer is new.
     """
     conversation = Conversation(channel)
     body = _body(conversation, _answer(conversation, Kind.CHALLENGED), NONCE_BYTES + PROOF_BYTES)
@@ -155,7 +156,7 @@ def _challenged(channel: Channel, nonce: bytes) -> tuple[bytes, bytes]:
 
 
 def _answer(conversation: Conversation, kind: Kind) -> Frame:
-    # Most seconds for each answer, as long as an R-worker may take to start
+    # Most seconds for each answer. An R-worker that is starting may need this long.
     proof_seconds = 30.0
     deadline = time.monotonic() + proof_seconds
     while (frame := conversation.receive(TICK_SECONDS)) is None:

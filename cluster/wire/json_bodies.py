@@ -1,4 +1,4 @@
-"""Frame bodies in JSON, to bytes and back, and the texts in them."""
+"""Encodes and decodes frame bodies in JSON, and checks the texts in them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def decode_json(kind: str, data: bytes | bytearray, form: type[Message]) -> Mess
 
 
 def _decoder(form: type) -> msgspec.json.Decoder[Any]:
-    """Return a decoder.
+    """Return a decoder for messages of class ``form``.
 
-    Only one thread at a time makes one, since msgspec 0.22 may crash if two first read a class at once.
+    Only one thread at a time makes a decoder, since msgspec 0.22 may crash if two threads first use a class at once.
     """
     with _making:
         if form not in _decoders:

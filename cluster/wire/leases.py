@@ -46,7 +46,7 @@ class AskedLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_held(held: Iterable[HeldSequence]) -> bytes:
-    """Return the HELD body, int64: per sequence ``cache_id``, ``num_tokens``, ``least``, number of blocks, blocks."""
+    """Return the HELD body, int64: each ``HeldSequence``'s cache_id, num_tokens, least, number of blocks, blocks."""
     rows = ((each.cache_id, each.num_tokens, each.least, len(each.blocks), *each.blocks) for each in held)
     return np.fromiter(chain.from_iterable(rows), "<i8").tobytes()
 
@@ -57,11 +57,11 @@ def decode_held(data: bytes | bytearray, num_blocks: int, block_size: int) -> tu
     Raise FrameError for sequences that such an R-worker cannot hold.
     """
     if len(data) % 8:
-        raise FrameError(f"HELD: {len(data)} bytes")
+        raise FrameError(f"HELD: {len(data)} bytes, which is no multiple of 8")
     numbers = np.frombuffer(data, "<i8").tolist()
     found: dict[int, HeldSequence] = {}
     start = 0
-    # Numbers of a sequence in HELD, before its blocks
+    # How many numbers a sequence has in HELD before its blocks
     head_numbers = 4
     while start < len(numbers):
         head = numbers[start : start + head_numbers]

@@ -1,4 +1,4 @@
-"""The bodies of frames, to bytes and back, with every value checked; those of each step are in payload.py."""
+"""Encodes, decodes and checks the bodies of frames, except for those of each step, which are in payload.py."""
 
 from __future__ import annotations
 
@@ -151,19 +151,19 @@ def decode_hello(data: bytes | bytearray) -> Hello:
     message = decode_json("HELLO", data, _Hello)
     cache = message.cache
     if cache.rotation != KV_ROTATION.get(cache.kv_dtype, ""):
-        raise FrameError(f"HELLO: `rotation` is '{cache.rotation}': caches of {cache.kv_dtype} are kept otherwise here")
+        wanted = KV_ROTATION.get(cache.kv_dtype, "")
+        raise FrameError(f"HELLO: `rotation` is '{cache.rotation}', not '{wanted}', for a cache of {cache.kv_dtype}")
     if message.fingerprint != _fingerprint(cache):
         raise FrameError("HELLO: the fingerprint does not match its cache")
     layout = msgspec.structs.asdict(cache)
     block_size = layout.pop("block_size")
-    del layout["rotation"]  # the KV dtype determines it
+    del layout["rotation"]  # ``KVLayout`` has no rotation, since the KV dtype determines it
     if message.lease is not None and not message.lease.session.isprintable():
         raise FrameError("HELLO: session must be a text that can be printed")
     return Hello(message.name, KVLayout(**layout), block_size, message.lease)
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    """Return the message as JSON."""
     return encode_json(welcome)
 
 
@@ -173,7 +173,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
     if bool(welcome.kv_address) != bool(welcome.kv_epoch):
         raise FrameError("WELCOME: kv_address and kv_epoch must both be there, or neither")
     if welcome.goes_on and not welcome.lease_epoch:
-        raise FrameError("WELCOME: goes_on without an epoch of a lease")
+        raise FrameError("WELCOME: goes_on without lease_epoch")
     if welcome.goes_on != bool(welcome.kept_of):
         raise FrameError("WELCOME: goes_on and kept_of must both be there, or neither")
     if welcome.kv_address:
@@ -182,7 +182,7 @@ def decode_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def encode_join(address: str, role: str = R_WORKER) -> bytes:
-    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: its kind."""
+    """Return a JOIN. ``address``: the "host:port" at which the worker listens; ``role``: the worker's role."""
     return encode_json(_Join(address, role))
 
 

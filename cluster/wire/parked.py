@@ -1,4 +1,4 @@
-"""The bodies of frames about parked chains, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the bodies of frames about parked chains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encode_parking(model: str) -> bytes:
 
 
 def decode_parking(data: bytes | bytearray) -> str:
-    """Return the model's name. Raise FrameError for anything else."""
+    """Return the model's name. Raise FrameError if ``data`` is no PARKING."""
     return decode_json("PARKING", data, _Parking).model
 
 
@@ -59,7 +59,7 @@ def decode_park(data: bytes | bytearray, block_size: int) -> tuple[int, int, Cha
     patience_ms, sequence_id, num_blocks, rest, num_names = _start("PARK", _PARK, data)
     _check_patience("PARK", patience_ms)
     if not 1 <= num_blocks <= MAX_BLOCKS or not 0 <= rest < block_size or not 0 <= num_names <= len(data):
-        raise FrameError(f"PARK: {num_blocks} blocks, {rest} tokens and {num_names} names")
+        raise FrameError(f"PARK: impossible: {num_blocks} blocks, {rest} tokens after them and {num_names} names")
     names = _names("PARK", data, _PARK.size, num_marks(num_blocks, block_size, rest) + num_names)
     chain = Chain(num_blocks, names[: len(names) - num_names], rest)
     return patience_ms, sequence_id, chain, names[len(names) - num_names :]
@@ -85,7 +85,8 @@ def decode_parked(data: bytes | bytearray) -> Parked:
     """Return the PARKED message in ``data``. Raise FrameError for an unknown progress or a wrong length."""
     progress, num_tokens, num_bytes, num_names = _start("PARKED", _PARKED, data)
     if progress not in set(Progress) or num_tokens < 0 or num_bytes < 0 or not 0 <= num_names <= len(data):
-        raise FrameError(f"PARKED: {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names")
+        wrong = f"progress {progress}, {num_tokens} tokens, {num_bytes} bytes, {num_names} names"
+        raise FrameError(f"PARKED: impossible: {wrong}")
     return Parked(Progress(progress), num_tokens, num_bytes, _names("PARKED", data, _PARKED.size, num_names))
 
 
@@ -100,10 +101,11 @@ def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
     """Return the parked chains. Raise FrameError unless they fill ``data``."""
     num_chains = int(np.frombuffer(data[:8], "<i8")[0]) if len(data) >= 8 else -1
     if not 0 <= num_chains <= len(data) // (16 + MARK_BYTES):
-        raise FrameError(f"CHAINS: {num_chains} chains in {len(data)} bytes")
+        raise FrameError(f"CHAINS: {num_chains} chains do not fit {len(data)} bytes")
     sizes = np.frombuffer(data, "<i8", 2 * num_chains, 8).reshape(-1, 2).tolist()
     if wrong := [size for size in sizes if not 1 <= size[0] <= MAX_BLOCKS or not 0 <= size[1] < block_size]:
-        raise FrameError(f"CHAINS: a chain of {wrong[0][0]} blocks and {wrong[0][1]} tokens after them")
+        blocks, rest = wrong[0]
+        raise FrameError(f"CHAINS: a chain of {blocks} blocks and {rest} tokens, not 0 to {block_size - 1}, after them")
     counts = [num_marks(num_blocks, block_size, rest) for num_blocks, rest in sizes]
     marks = iter(_names("CHAINS", data, 8 + 16 * num_chains, sum(counts)))
     each = zip(sizes, counts, strict=True)
@@ -113,7 +115,7 @@ def decode_chains(data: bytes | bytearray, block_size: int) -> list[Chain]:
 def _check_patience(kind: str, patience_ms: int) -> None:
     most_patience_ms = 1000
     if not 0 <= patience_ms <= most_patience_ms:
-        raise FrameError(f"{kind}: patience of {patience_ms} ms; {most_patience_ms} at most")
+        raise FrameError(f"{kind}: a time limit of {patience_ms} ms; {most_patience_ms} at most")
 
 
 def _start(kind: str, form: struct.Struct, data: bytes | bytearray) -> tuple[int, ...]:

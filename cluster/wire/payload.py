@@ -71,12 +71,10 @@ class PayloadSlots:
 
     @property
     def num_mini_batches(self) -> int:
-        """The number of mini-batches of the step."""
         return len(self._rows)
 
     @property
     def num_layers(self) -> int:
-        """The number of layers of the model."""
         return len(self._layers)
 
     def place(self, memory: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The frames WEIGH and WEIGHED, to bytes and back, with every value checked."""
+"""Encodes, decodes and checks the frames WEIGH and WEIGHED."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     max_position = 1 << 40
     num_layers, rest = divmod(len(data) - HEAD.size, 8)
     if num_layers < 1 or rest:
-        raise FrameError(f"WEIGH: {len(data)} bytes of numbers")
+        raise FrameError(f"WEIGH: {len(data)} bytes of numbers, not {HEAD.size} and 8 for each layer")
     sequence_id, position, offset, num_tokens, block, finds_norms = HEAD.unpack_from(data)
     layers = tuple(np.frombuffer(data, "<i8", num_layers, HEAD.size).tolist())
     if layers != tuple(sorted(set(layers))) or not 0 <= layers[0] <= layers[-1] < len(layout.layers):

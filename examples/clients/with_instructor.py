@@ -1,4 +1,4 @@
-"""Instructor: objects by tools, by JSON, and by schemas. python with_instructor.py URL MODEL"""
+"""Test Instructor: objects by tools, by JSON mode, and by JSON schemas. python with_instructor.py URL MODEL"""
 
 import sys
 
@@ -10,7 +10,7 @@ url, model = sys.argv[1:]
 
 
 class Person(pydantic.BaseModel):
-    """The object that the model is asked for."""
+    """A person whom the text describes."""
 
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)

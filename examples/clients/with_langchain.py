@@ -1,4 +1,4 @@
-"""LangChain: messages, streams, a schema, and a tool that must be called. python with_langchain.py URL MODEL"""
+"""Test LangChain: messages, streams, a schema, and a tool that must be called. python with_langchain.py URL MODEL"""
 
 import sys
 from typing import Annotated
@@ -14,7 +14,7 @@ messages = [SystemMessage("Be short."), HumanMessage("Who are you?")]
 
 
 class Person(pydantic.BaseModel):
-    """The object that the text has to give."""
+    """A person whom the text describes."""
 
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)

@@ -1,4 +1,4 @@
-"""LiteLLM: chats, streams, tools and text completions. python with_litellm.py URL MODEL"""
+"""Test LiteLLM: chats, streams, tools and text completions. python with_litellm.py URL MODEL"""
 
 import json
 import sys

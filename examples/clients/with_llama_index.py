@@ -1,4 +1,4 @@
-"""LlamaIndex: completions, chats, streams, and a structured answer. python with_llama_index.py URL MODEL"""
+"""Test LlamaIndex: completions, chats, streams, and a structured answer. python with_llama_index.py URL MODEL"""
 
 import sys
 
@@ -15,7 +15,7 @@ llm = OpenAILike(
 
 
 class Person(pydantic.BaseModel):
-    """The object that the text has to give."""
+    """A person whom the text describes."""
 
     name: str = pydantic.Field(max_length=20)
     age: int = pydantic.Field(ge=0, le=150)

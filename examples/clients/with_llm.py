@@ -1,4 +1,4 @@
-"""Simon Willison's ``llm``: a model in its YAML file, a prompt, a stream, a schema. python with_llm.py URL MODEL"""
+"""Test Simon Willison's ``llm``: a model in a YAML file, a prompt, a stream, a schema. python with_llm.py URL MODEL"""
 
 import json
 import os
@@ -12,7 +12,7 @@ LLM = str(Path(sys.executable).with_name("llm"))
 
 
 def ask(folder: str, *words: str) -> str:
-    """Return what the command prints."""
+    """Run ``llm`` with the arguments ``words`` and the settings in ``folder``; return what it prints."""
     return subprocess.run(
         [LLM, *words], env={**os.environ, "LLM_USER_PATH": folder}, check=True, stdout=subprocess.PIPE, text=True
     ).stdout

@@ -1,6 +1,6 @@
-"""lm-eval's local-completions: log-likelihoods and texts of a small task. python with_lm_eval.py URL MODEL TOKENIZER
+"""Test lm-eval's local-completions: log-likelihoods and texts of a task. python with_lm_eval.py URL MODEL TOKENIZER
 
-TOKENIZER is the model's folder: lm-eval sends token ids, and counts those of each context.
+TOKENIZER is the model's folder, since lm-eval sends token ids and counts the tokens of each context.
 """
 
 import json

@@ -49,8 +49,8 @@ def _check_quantization(config: EngineConfig) -> None:
         return
     if config.quantization not in QUANTIZATIONS:
         raise ConfigError(
-            "quantization: packed checkpoints and GGUF say themselves how they are packed: leave it out, or give one "
-            f"of {', '.join(QUANTIZATIONS)}, not {config.quantization!r}"
+            "quantization: packed checkpoints and GGUF say themselves how they are packed, so leave it out; for others "
+            f"give one of {', '.join(QUANTIZATIONS)}, not {config.quantization!r}"
         )
     if config.device == "cpu" and config.quantization == "int4":
         raise ConfigError("quantization: int4 is torchao's, for a GPU: give device cuda, or int8 for this CPU")

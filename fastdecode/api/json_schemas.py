@@ -61,7 +61,10 @@ def without_other_keys(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: Mapping[str, Any], closes: bool) -> dict[str, Any]:
-    """Return ``schema`` with nested objects closed, and its own if ``closes``: no other schema describes it."""
+    """Return ``schema`` with its nested objects closed, and with ``closes`` also the object that it describes itself.
+
+    ``closes`` is False if other schemas describe the same object too.
+    """
     found: dict[str, Any] = {}
     alone = closes and not _is_composed(schema)
     for key, value in schema.items():

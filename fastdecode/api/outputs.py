@@ -114,7 +114,7 @@ class CompletionOutput(_Snapshot):
         return CompletionOutput(self.index, text, self.tokens[:num_tokens], None, None, logprobs, ends, sources)
 
     def cut(self) -> CompletionOutput:
-        """Return a copy without tokens and text, whose finish reason "stop" becomes "length"."""
+        """Return a copy without tokens and text, for ``max_tokens=0``; a finish reason "stop" becomes "length"."""
         ended = self.finish_reason if self.finish_reason in (None, "error", "abort") else "length"
         reason = self.stop_reason if ended == "error" else None
         return CompletionOutput(self.index, "", (), ended, reason, None if self.all_logprobs is None else ())

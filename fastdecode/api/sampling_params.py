@@ -137,7 +137,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must hold {wanted}, got {reprlib.repr(outside)}")
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ calls this
+        object.__setattr__(self, name, value)  # a plain assignment fails, since the dataclass is frozen
 
     def _check_numbers(self) -> None:
         self._number("temperature", 0.0, MAX_MAGNITUDE, f"a number from 0 (greedy) to {MAX_MAGNITUDE:g}")

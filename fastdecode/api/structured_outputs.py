@@ -62,7 +62,7 @@ class StructuredOutputsParams:
         return '{"type": "object"}' if self.json_object else None if self.json is None else str(self.json)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ calls this
+        object.__setattr__(self, name, value)  # a plain assignment fails, since the dataclass is frozen
 
     def _check_json(self) -> None:
         wanted = "a JSON schema: an object, or its text"

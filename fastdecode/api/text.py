@@ -127,7 +127,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt given as token ids, as in vLLM. ``prompt``: its text, if known, which outputs repeat."""
+    """A prompt given as token ids, as in vLLM. ``prompt``: the text of these tokens, if known, to show in outputs."""
 
     prompt_token_ids: list[int]
     prompt: str

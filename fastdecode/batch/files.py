@@ -49,7 +49,7 @@ class BatchInput:
             with Path(self._path).open("rb") as file:
                 for number, text in enumerate(file, 1):
                     if text.strip():
-                        yield number, _first(text, number, seen)
+                        yield number, _parse_unseen(text, number, seen)
         except OSError as error:
             raise ConfigError(f"{self._path}: cannot be read: {error.strerror or error}") from None
 
@@ -69,7 +69,7 @@ class BatchOutput:
         self.done: set[str] = set()
         self.failed: set[str] = set()
         if Path(path).exists() and not Path(path).is_file():
-            raise ConfigError(f"{path}: must be a regular file: a run that was broken off reads its answers again")
+            raise ConfigError(f"{path}: must be a regular file: an interrupted run continues from the answers in it")
         try:
             self._file: BinaryIO = Path(path).open("ab+")  # noqa: SIM115 (closed by __exit__)
             self._file.truncate(self._read(path, custom_ids, model))
@@ -98,7 +98,7 @@ class BatchOutput:
         """Return the size in bytes of the file's complete answers; add their custom_ids to ``done`` and ``failed``."""
         keep = 0
         self._file.seek(0)
-        # An incomplete last line is cut off only if it begins like an answer: other programs' files stay whole
+        # A half-written last line is removed only if it begins like an answer: the file may be given by mistake
         half_written = b'{"id": "batch_req-'
         for number, text in enumerate(self._file, 1):
             if text.endswith(b"\n"):
@@ -115,8 +115,8 @@ class BatchOutput:
             self.failed.add(line["custom_id"])
 
 
-def _first(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
-    """Return the request in ``text``, or what is wrong with the line; add the request's custom_id to ``seen``."""
+def _parse_unseen(text: bytes, number: int, seen: set[str]) -> BatchLine | str:
+    """Return the request in line ``number``, or a sentence about the line's error. Add its custom_id to ``seen``."""
     try:
         line = read_line(text, number)
     except ConfigError as error:
@@ -137,7 +137,7 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
     if not is_answer:
         raise _no_answer(path, number)
     if custom_id not in custom_ids:
-        raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which the input does not ask")
+        raise ConfigError(f"{path}: line {number} answers {custom_id!r}, which is not in the input")
     body = answer["response"].get("body")
     other = body.get("model", model) if isinstance(body, dict) else model
     if not _same_model(other, model):
@@ -149,12 +149,12 @@ def _checked_answer(path: str, number: int, text: bytes, custom_ids: set[str], m
 
 
 def _same_model(one: Any, other: str) -> bool:
-    """Return whether both names mean the same model: equal names, or two paths of one folder."""
+    """Return whether two model names are equal, or are paths of the same folder."""
     return one == other or (isinstance(one, str) and Path(one).resolve() == Path(other).resolve())
 
 
 def _without(file: BinaryIO, path: str, custom_ids: set[str]) -> BinaryIO:
-    """Copy the file without the answers to ``custom_ids``, rename the copy to ``path``, and return the copy."""
+    """Rewrite the file at ``path`` without the answers to ``custom_ids``; return the new file, opened again."""
     new = f"{path}.retry"
     try:
         with file, Path(new).open("wb") as kept:

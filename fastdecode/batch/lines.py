@@ -26,7 +26,7 @@ Asked = CompletionRequest | ChatRequest | ResponsesRequest
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request. ``url``: the endpoint, which gives the request's kind; ``body`` is as in OpenAI's API."""
+    """One request. ``url``: the endpoint, such as /v1/chat/completions; it determines the form of ``body``."""
 
     custom_id: str
     url: Any
@@ -80,8 +80,8 @@ def answer(
     params: SamplingParams | None = None,
     sources: SourceForm | None = None,
 ) -> dict[str, Any]:
-    """Return the output line of a finished request. ``outputs``: the outputs of its prompts, in order.
-    ``reading``: how reasoning and tool calls are parsed. ``sources``: formats attention sources.
+    """Return the output line of a finished request. ``outputs``: one per prompt of the request, in order.
+    ``reading``: finds reasoning and tool calls in the text. ``sources``: formats attention sources.
     """
     echoes: tuple[str, ...] = ()
     if isinstance(request, CompletionRequest) and request.echo:

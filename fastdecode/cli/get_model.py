@@ -64,7 +64,7 @@ def make(scratch: Path) -> Path:
     os.environ["TQDM_DISABLE"] = "1"  # keep the output to one line
     from fastdecode.sworker.model.gguf import save_as_safetensors
 
-    save_as_safetensors(gguf, folder)  # takes half a minute on two cores
+    save_as_safetensors(gguf, folder)  # this conversion takes half a minute on two cores
     shutil.copy(license_file, folder)
     return folder
 

@@ -95,5 +95,5 @@ def _filled(manifest: str, pattern: str, text: str, times: int = 1) -> str:
     """Return ``manifest`` with regex ``pattern`` replaced by ``text``. Raise RuntimeError unless ``times`` match."""
     filled, count = re.subn(pattern, text, manifest)
     if count != times:
-        raise RuntimeError(f"{TEMPLATE}: {pattern!r} is there {count} times, not {times}")
+        raise RuntimeError(f"{TEMPLATE}: {pattern!r} occurs {count} times, not {times}")
     return filled

@@ -171,8 +171,8 @@ def _text(form: str, job: lines.JobShape, hosts: list[HostSlots], args: argparse
     parts = [{job.s_host}, {host.name for host in job.r_hosts}, {host.name for host in job.p_hosts}]
     if twice := set.union(*(one & other for one, other in itertools.combinations(parts, 2))):
         raise ConfigError(
-            f"hostfile: Slurm gives each part of a job nodes of its own: {min(twice)} must have slots of one part (the "
-            f"S-worker's has one slot)"
+            f"hostfile: with Slurm, S-worker, R-workers and prefill workers need separate hosts: {min(twice)} has two "
+            f"of these (the S-worker takes one slot of the first host)"
         )
     return lines.srun_line(job) if form == "srun" else lines.slurm_script(job)
 

@@ -150,7 +150,7 @@ def openmpi_line(job: JobShape, hostfile: str, oversubscribed: bool = False, mpi
 
 
 def mpich_line(job: JobShape, mpiexec: str = "mpiexec") -> str:
-    """Return the mpiexec command of MPICH for ``job``. It lists the hosts: MPICH cannot read Open MPI's hostfiles."""
+    """Return MPICH's mpiexec command for ``job``. It names the hosts, since MPICH cannot read Open MPI's hostfiles."""
     slots = {job.s_host: 1}
     for host in (*job.r_hosts, *job.p_hosts):
         slots[host.name] = slots.get(host.name, 0) + host.slots

@@ -156,7 +156,7 @@ def _check_command(parser: Parser, words: Sequence[str], here: Sequence[str]) ->
 def _signals_raise() -> Iterator[None]:
     """Within the context, raise KeyboardInterrupt on Ctrl-C, unless Ctrl-C was ignored, and Terminated on SIGTERM.
 
-    SIGTERM calls the present handler of SIGINT: the engine sets its own while nothing may interrupt the engine.
+    SIGTERM calls the present handler of SIGINT: the engine sets its own handler while nothing may interrupt the engine.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

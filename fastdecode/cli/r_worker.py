@@ -75,7 +75,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     for name in ("--control-fd", "--memory-fd", "--parent"):  # set by an S-worker's spawn:N
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # for tests of --audit
+    parser.add_argument("--inject-faults", help=argparse.SUPPRESS)  # tests of --audit need faults
     add_common_flags(parser)
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""Audits of R-workers: questions about rows that were computed, and their answers."""
+"""Audits of R-workers: an R-worker computes some rows again, for comparison, and checks its memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class AuditMode(IntEnum):
-    """The work of an R-worker on an audited row.
-    CHECK: compare blocks with their checksums; all other modes do so too. ATTEND, PARTIAL, READ: attend again, as for a
-    span in that SpanMode. ROWS: return keys and values of one layer.
+    """The kinds of audits of a row by an R-worker.
+    CHECK: compare blocks with their checksums, as all other kinds do too. ATTEND, PARTIAL, READ: attend again, as for a
+    span of that SpanMode. ROWS: return the keys and values of one layer.
     """
 
     CHECK = 0
@@ -27,15 +27,16 @@ class AuditMode(IntEnum):
 
     @property
     def attends(self) -> bool:
-        """True if the question has a query."""
+        """True if the mode attends, so that the question needs a query."""
         return AuditMode.ATTEND <= self <= AuditMode.READ
 
 
 @dataclass(frozen=True, eq=False)
 class AuditQuestion:
-    """A question about one row in one layer of an R-worker's sequence ``sequence_id``.
-    ``position``: the row's position in that sequence, which may be a segment. ``num_tokens``: tokens stored in it,
-    including the open step's. ``query``: [1, num_heads, query_dim] in the model's dtype, for modes that attend.
+    """An audit's question to an R-worker about one row in one layer of its sequence ``sequence_id``.
+    ``position``: the row's position in that sequence, which may be a segment of a longer one. ``num_tokens``: how many
+    tokens of it the R-worker stores, those of the open step included. ``query``: [1, num_heads, query_dim] in the
+    model's dtype, if the mode attends.
     """
 
     mode: AuditMode
@@ -48,7 +49,7 @@ class AuditQuestion:
 
 @dataclass(frozen=True, eq=False)
 class AuditAnswer:
-    """An R-worker's answer. ``is_damaged``: blocks of the row's layer differ from their checksums.
+    """An R-worker's answer to an audit. ``is_damaged``: blocks of the row's layer differ from their checksums.
     ``found``: o, partial results, or keys and values, as uint8 [num_bytes].
     """
 
@@ -57,12 +58,12 @@ class AuditAnswer:
 
 
 def num_nodes(num_tokens: int) -> int:
-    """Return the number of partial results of one row that attends to a last segment of ``num_tokens`` tokens."""
+    """Return how many partial results an R-worker makes for a row over a segment of ``num_tokens`` tokens."""
     return (-(-num_tokens // SPLIT_TOKENS)).bit_count()
 
 
 def answer_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
-    """Return the number of bytes of the answer to ``asked``."""
+    """Return the size in bytes of ``AuditAnswer.found`` for ``asked``."""
     layer = layout.layers[asked.layer]
     match asked.mode:
         case AuditMode.CHECK:
@@ -77,6 +78,6 @@ def answer_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
 
 
 def query_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
-    """Return the number of bytes of the query of ``asked``; 0 in modes that do not attend."""
+    """Return the size in bytes of the query of ``asked``; 0 in modes that do not attend."""
     elements = math.prod(layout.layers[asked.layer].row_shapes[0]) if asked.mode.attends else 0
     return elements * WIRE_DTYPE[layout.model_dtype].itemsize

@@ -1,6 +1,6 @@
 """Limits of control groups (cgroups), version 1 and 2: of this process's group and of all its parents.
-The limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container the path may name
-groups that are not visible; these are left out. The mounted root is then the container's own group.
+The limit of any group on the path counts: a Slurm job's, a systemd slice's, a pod's. In a container, some groups on the
+path may be invisible and are left out; the topmost visible group is the container's own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def cpu_limit() -> float | None:
 
 def _limit(folder: Path) -> int | None:
     """Return the memory limit in bytes of the cgroup ``folder``; None without one.
-    It is the lowest of the hard limit, the throttling limit, and limits of invisible parents.
+    This is the lowest of its hard limit, its throttling limit, and limits of parents that are not visible.
     """
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     found = [_number(folder, name) for name in names] + [_stat(folder).get("hierarchical_memory_limit")]
-    # A limit of this many bytes or more means no limit, for which cgroup version 1 writes a number near 2**63
+    # cgroup version 1 writes a number near 2**63 if there is no limit
     unlimited = 1 << 60
     return min((limit for limit in found if limit is not None and limit < unlimited), default=None)
 
@@ -52,7 +52,7 @@ def _reclaimable(folder: Path) -> int:
     stat = _stat(folder)
     # Lines of memory.stat that count page cache, which the kernel reclaims before it refuses memory
     reclaimable = ("inactive_file", "active_file")
-    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in reclaimable)  # "total_" is version 1's prefix
+    return sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in reclaimable)  # version 1 adds this prefix
 
 
 def _stat(folder: Path) -> dict[str, int]:
@@ -66,7 +66,7 @@ def _cores(folder: Path) -> float | None:
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     if not quota.isdigit() or not period.isdigit() or not int(period) or not int(quota):
-        return None  # no quota: "max", or -1
+        return None  # "max" or -1: no quota
     return int(quota) / int(period)
 
 
@@ -80,7 +80,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
     """Yield each cgroup hierarchy that may limit ``controller``: its mount point, and this process's path in it."""
-    paths = {"": ""}  # keyed by cgroup version 1's controllers; "" is version 2
+    paths = {"": ""}  # keys: the controllers of cgroup version 1; "" for version 2
     for line in _read(PROCESS / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -98,7 +98,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, str]]:
 
 
 def _mounts() -> dict[str, list[Path]]:
-    """Return the mount points of cgroup hierarchies by controller; "" is version 2."""
+    """Return the folders where cgroup hierarchies are mounted, by controller; "" is the key of version 2."""
     found: dict[str, list[Path]] = {}
     for line in _read(PROCESS / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")

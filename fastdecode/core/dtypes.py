@@ -24,25 +24,25 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 
 
 def is_quantized(kv_dtype: str) -> bool:
-    """Return whether a cache of ``kv_dtype`` stores integer codes with scales. "auto" means the model's dtype."""
+    """Return whether a cache of ``kv_dtype`` stores integer codes with scales; one of the model's dtype does not."""
     return KV_BITS.get(kv_dtype, 16) < 16
 
 
 def row_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys, or values, of one head with ``dim`` elements.
-    int8 has a float32 scale; int4 has a bfloat16 scale and zero point per group.
+    """Return the bytes of one token's row of ``dim`` elements, keys or values, in one head.
+    int8 has a float32 scale per row; int4 has a bfloat16 scale and zero point per group of elements.
     """
-    # Elements of one head of a token that share one int4 scale and zero point
+    # Elements that share one int4 scale and zero point
     int4_group_dims = 64
     scales = {"int8": 4 * (dim > 0), "int4": 4 * -(-dim // int4_group_dims)}.get(kv_dtype, 0)
     return -(-dim * KV_BITS[kv_dtype] // 8) + scales
 
 
 def key_bytes(dim: int, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys of one head with ``dim`` elements.
-    Int4 keys have a fifth bit per element.
+    """Return the bytes of one token's keys of ``dim`` elements in one head.
+    With int4, keys have a fifth bit per element, since rounding harms them more than values.
     """
-    # Elements of an int4 key whose fifth bits share a word of 4 bytes. Rounding harms keys more than values.
+    # Elements whose fifth bits share a word of 4 bytes
     int4_fifth_bit_dims = 32
     fifth_bits = 4 * -(-dim // int4_fifth_bit_dims) if kv_dtype == "int4" else 0
     return row_bytes(dim, kv_dtype) + fifth_bits

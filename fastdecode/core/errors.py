@@ -1,4 +1,4 @@
-"""The errors that FastDecode raises on purpose, and deferred interrupts.
+"""The errors that FastDecode raises on purpose, and a context that defers interrupts.
 
 Each error says what was wrong and what would be right.
 """
@@ -29,7 +29,7 @@ class UnsupportedModelError(FastDecodeError):
 
 
 class RequestError(FastDecodeError, ValueError):
-    """A request that can never run: empty, too long, or with bad token ids. Other requests are not affected."""
+    """A request that can never run: empty, too long, or with invalid token ids. Other requests are not affected."""
 
 
 class CapacityError(FastDecodeError):
@@ -37,7 +37,7 @@ class CapacityError(FastDecodeError):
 
 
 class BackendError(FastDecodeError):
-    """An R-worker refused a plan or a payload. This is a bug, and reported as one."""
+    """An R-worker refused a plan or a payload, which only a bug can cause."""
 
 
 class PlanError(FastDecodeError):
@@ -45,19 +45,19 @@ class PlanError(FastDecodeError):
 
 
 class ProfileError(FastDecodeError):
-    """A hardware profile that cannot be read, or lacks a figure that the plan needs."""
+    """A hardware profile cannot be read, or lacks a figure that the plan needs."""
 
 
 class BusyError(BackendError):
-    """The R-worker serves another S-worker."""
+    """The R-worker already serves another S-worker."""
 
 
 class WorkerLostError(BackendError):
-    """An R-worker is lost, and all keys and values that it cached; the other R-workers continue."""
+    """An R-worker is lost, with all keys and values that it cached. The other R-workers continue."""
 
 
 class DamagedError(WorkerLostError):
-    """An R-worker's memory has changed: blocks of keys and values differ from their checksums. The R-worker is lost."""
+    """An R-worker's memory has changed: cached blocks differ from their checksums. The R-worker is dropped."""
 
 
 class NoRWorkerError(WorkerLostError):
@@ -73,7 +73,7 @@ class ChainError(FastDecodeError):
 
 
 class SupersededError(FastDecodeError):
-    """Another S-worker has taken the session over, so this one must end."""
+    """Another S-worker has taken over this one's R-workers, so this one must end."""
 
 
 class FrameError(BackendError):
@@ -82,7 +82,7 @@ class FrameError(BackendError):
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer SIGINT until the ``with`` statement ends.
+    """Within the context, defer SIGINT until the end.
 
     Only the main thread is ever interrupted, so other threads have nothing to defer.
     """
@@ -90,7 +90,7 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, Any]] = []
-    # not signal.signal, which takes twenty times as long, since it looks up an enum name for each handler
+    # signal.signal takes twenty times as long, since it looks up an enum name for each handler
     handler = _signal.signal(_signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield
@@ -102,7 +102,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Add the file name ``path`` to an OSError that has none, as for a full disk."""
+    """Within the context, add the file name ``path`` to an OSError that names no file, such as a full disk's."""
     try:
         yield
     except OSError as error:

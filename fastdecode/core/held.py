@@ -1,4 +1,4 @@
-"""Descriptions of the sequences that R-workers hold, from which a later engine continues."""
+"""Descriptions of the sequences that R-workers cache, for an engine that continues an earlier one's requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class HeldSequence:
-    """A sequence of ``num_tokens`` cached tokens, which an R-worker holds as ``cache_id``.
-    ``blocks``: the R-worker's numbers of its blocks; sequences that share a block have the same number. ``least``:
-    fewest tokens that a sequence with a recurrent state can be cut to; above ``num_tokens`` if the state is invalid.
+    """A sequence of ``num_tokens`` cached tokens, which an R-worker caches as ``cache_id``.
+    ``blocks``: the R-worker's numbers of the sequence's blocks; sequences that share a block have its number in common.
+    ``least``: fewest tokens to which a sequence with a recurrent state can be cut; above ``num_tokens`` if its state is
+    invalid.
     """
 
     cache_id: int
@@ -20,12 +21,12 @@ class HeldSequence:
 
     @property
     def is_spoilt(self) -> bool:
-        """True if the sequence is useless, since an unfinished step has overwritten its recurrent state."""
+        """True if the cached sequence is useless: an unfinished step has overwritten its recurrent state."""
         return self.least > self.num_tokens
 
 
 class Named(NamedTuple):
-    """The tokens of a sequence from ``start`` on are cached as ``cache_id``, an id never used for other tokens."""
+    """Says that a sequence's tokens from ``start`` on are cached as ``cache_id``, an id never used for other tokens."""
 
     cache_id: int
     sequence_id: int
@@ -33,16 +34,14 @@ class Named(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Says that the first ``num_tokens`` tokens of a sequence, which is computing its prompt, are cached."""
+    """Says that R-workers have cached the first ``num_tokens`` tokens of a sequence that is computing its prompt."""
 
     sequence_id: int
     num_tokens: int
 
 
 class KnownTokens(NamedTuple):
-    """A sequence's token ids, beginning with its first token.
-    R-workers may have cached the tokens from ``start`` on.
-    """
+    """The token ids of a sequence, from its first token on. R-workers may have cached those from ``start`` on."""
 
     sequence_id: int
     start: int

@@ -1,4 +1,4 @@
-"""Resources of the machine that this process may use: cores by affinity, cgroup and launcher; free memory."""
+"""The machine's resources that this process may use: cores by affinity, cgroup and launcher; free memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def allowed_cores() -> set[int]:
 
 
 def force_to_disk(descriptor: int) -> None:
-    """Wait until everything written to ``descriptor`` is on the disk, with metadata if the system needs that."""
+    """Wait until all data written to the file ``descriptor`` is on the disk, with metadata if the system needs it."""
     getattr(os, "fdatasync", os.fsync)(descriptor)
 
 
@@ -47,7 +47,7 @@ def advise_cache(descriptor: int, advice: str) -> None:
 
 
 def usable_cores() -> list[int]:
-    """Return the ``allowed_cores`` in ascending order, at most as many as the cgroup's CPU quota allows."""
+    """Return the ``allowed_cores`` in ascending order, cut to the number that the cgroup's CPU quota allows."""
     cores = sorted(allowed_cores())
     limit = cgroups.cpu_limit()
     return cores if limit is None else cores[: max(1, math.ceil(limit))]
@@ -117,7 +117,6 @@ def _meminfo_bytes(key: str) -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file that the Linux kernel provides; none on other systems."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -125,13 +124,13 @@ def _lines(path: str) -> list[str]:
 
 
 def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
-    """Undo Open MPI's binding to a single core if the machine has more; return a sentence for the log, or "".
-    Ranks of larger jobs, and ranks that a user bound to several cores, are not changed.
+    """Undo Open MPI's binding of this process to a single core, if it may use more; return a sentence for the log.
+    Ranks of larger jobs, and ranks that a user bound to several cores, stay as they are; the sentence is then "".
     """
     bound = allowed_cores()
     if len(bound) > 1 or not is_trapped(environment):
         return ""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel stays within what the cgroup allows
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the kernel cuts this to the cores that the cgroup allows
     cores = usable_cores()
     if len(cores) == 1:
         os.sched_setaffinity(0, bound)
@@ -143,15 +142,15 @@ def mend_binding(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def is_trapped(environment: Mapping[str, str]) -> bool:
-    """Return whether ``environment`` is that of a rank whose job is so small that Open MPI binds it to one core."""
+    """Return whether the MPI job in ``environment`` is so small that Open MPI binds each of its ranks to one core."""
     size = environment.get("OMPI_COMM_WORLD_SIZE", "")
-    # Open MPI binds each rank of a job of at most this many ranks to one core, and ranks of larger jobs to a NUMA node
+    # Open MPI binds the ranks of a job of at most this many to one core each, and those of larger jobs to a NUMA node
     most_ranks = 2
     return size.isdigit() and int(size) <= most_ranks
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system, which glibc would keep; do nothing with other libraries."""
+    """Give freed memory back to the system, which glibc would keep; do nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
@@ -169,7 +168,7 @@ def own_address() -> str:
     """Return this machine's address on its default route; 127.0.0.1 if it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); nothing is sent
+            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737), to which nothing is sent
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"

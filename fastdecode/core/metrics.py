@@ -1,4 +1,4 @@
-"""Durations of a step on S-worker and R-workers: the S-worker's clock, records of steps, a trace of all steps."""
+"""How long a step takes on S-worker and R-workers: the S-worker's clock, records of steps, a trace of all steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ R_BUSY = "r"
 
 
 class Interval(NamedTuple):
-    """A period in one state, in seconds of ``time.perf_counter``. Mini-batch and layer are -1 if none applies."""
+    """A period that the S-worker spent in one state, in seconds of ``time.perf_counter``.
+    Mini-batch and layer are -1 if the state concerns none.
+    """
 
     state: str
     mini_batch: int
@@ -68,14 +70,14 @@ class StateClock:
         self.state, self._mini_batch, self._layer, self.since = HOST, -1, -1, time.perf_counter()
 
     def snapshot(self) -> dict[str, float]:
-        """Return the seconds spent in each state until now."""
+        """Return the seconds spent in each state since ``restart``."""
         self.enter(self.state, self._mini_batch, self._layer)
         return dict(self.seconds)
 
 
 class Pool(NamedTuple):
-    """The pool of R-workers after a step.
-    ``num_workers``: R-workers. ``once``, ``twice``: sequences with one copy, and with two copies.
+    """The R-workers and copies after a step. ``num_workers``: R-workers that are present.
+    ``once``, ``twice``: numbers of sequences with one copy, and with two copies.
     """
 
     num_workers: int = 1
@@ -88,10 +90,10 @@ ONE_WORKER = Pool()
 
 @dataclass
 class PoolChanges:
-    """Counts of changes of the pool of R-workers.
-    R-workers that ``joined``, ``left`` or were ``lost``; sequences or segments that ``moved`` to another R-worker, or
-    were ``doubled``, that is, got a second copy. ``audited``: rows that audits compared. ``faulty``: names of R-workers
-    that audits found at fault. ``undecided``: differences for which audits named no R-worker.
+    """Counts of changes since the start: R-workers, and copies of sequences.
+    ``joined``, ``left``, ``lost``: R-workers. ``moved``: sequences or segments that moved to another R-worker;
+    ``doubled``: those that got a second copy. ``audited``: rows that audits compared. ``faulty``: names of R-workers
+    that audits found at fault. ``undecided``: audits that found a difference but not the R-worker that caused it.
     """
 
     joined: int = 0
@@ -107,8 +109,8 @@ class PoolChanges:
 @dataclass(frozen=True)
 class StepRecord:
     """One step's times and counts. ``wall_seconds`` is ``s_seconds`` + ``wait_seconds`` + ``host_seconds``.
-    ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker; lost R-workers
-    keep their entry until another takes the index. ``num_starts``: requests that started for the first time.
+    ``kv_loads`` (attended KV tokens), ``r_seconds`` and ``transfer_seconds`` have an entry per R-worker. A lost
+    R-worker keeps its entry until a new one takes its index. ``num_starts``: requests that started for the first time.
     ``num_prompt_tokens``: prompt tokens among ``num_tokens``. ``pool``: the pool after the step.
     """
 
@@ -165,7 +167,7 @@ def step_record(
 
 
 class Event(NamedTuple):
-    """A period of one lane in a state, in seconds of ``time.perf_counter``.
+    """A period of one lane of a trace in one state, in seconds of ``time.perf_counter``.
     Lane 0 is the S-worker, lane 1 + i is R-worker i.
     """
 
@@ -212,7 +214,6 @@ def mini_batch_name(mini_batch: int) -> str:
 
 
 def _chrome_event(event: Event) -> dict:
-    """Return ``event`` as a complete ("X") event of Chrome's trace format, which counts microseconds."""
     interval = event.interval
     where = "" if interval.mini_batch < 0 else f" {mini_batch_name(interval.mini_batch)}{interval.layer}"
     return {

@@ -1,4 +1,4 @@
-"""Modules that only some settings need, by name. A process imports such a module once its settings need it."""
+"""Modules that only some settings need, by name. A process imports such a module when its settings need it."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ PARTS = {
 
 
 def optional(name: str) -> Any:
-    """Import the module of the part ``name`` and return it."""
+    """Import and return the module called ``name`` here, such as "GGUF"."""
     return import_module(f"fastdecode.{PARTS[name]}")

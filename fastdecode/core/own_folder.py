@@ -21,7 +21,7 @@ def made_here(folder: Path) -> bool:
 
 
 def leave_folder(folder: Path, *files: str) -> None:
-    """Remove ``folder`` and its parents if this process made them and they hold nothing but ``files``.
+    """Remove ``folder`` and its parents, as far as this process made them and they hold nothing but ``files``.
 
     The caller must keep other processes from writing to ``folder`` during the call.
     """

@@ -17,7 +17,8 @@ def parent_flags() -> list[str]:
 
 def die_with(parent: int) -> None:
     """Kill this process when process ``parent`` ends. Raise BackendError if ``parent`` has already ended.
-    A thread watches the parent. Linux's parent-death signal would come when the thread that started this process ends.
+    A thread waits for this. Linux's own signal would come as soon as the parent's thread that started this process
+    ends.
     """
     try:
         watched = os.pidfd_open(parent)
@@ -29,7 +30,7 @@ def die_with(parent: int) -> None:
 
 
 def _die_after(watched: int) -> None:
-    """Kill this process when its parent ends: the parent's process descriptor ``watched`` then becomes readable."""
+    """Kill this process when process descriptor ``watched`` becomes readable, which says that its process has ended."""
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()

@@ -23,25 +23,25 @@ MARK_BYTES = 16
 
 
 def num_pieces(num_blocks: int, block_size: int) -> int:
-    """Return the number of pieces of ``PIECE_TOKENS`` tokens in which ``num_blocks`` blocks are written."""
+    """Return the number of pieces, of ``PIECE_TOKENS`` tokens each, into which a file divides ``num_blocks`` blocks."""
     return -(-num_blocks * block_size // PIECE_TOKENS)
 
 
 def num_marks(num_blocks: int, block_size: int, rest: int = 0) -> int:
-    """Return the number of hashes in ``Chain.marks`` for ``num_blocks`` blocks and ``rest`` more tokens."""
+    """Return the length of ``Chain.marks`` for ``num_blocks`` blocks and ``rest`` tokens after them."""
     return num_pieces(num_blocks, block_size) + (rest > 0)
 
 
 def hash_after(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of all tokens up to the end of ``token_ids``; ``before`` is the hash of the tokens before."""
+    """Return the hash of all tokens up to the end of ``token_ids``; ``before``: the hash of all tokens before these."""
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=MARK_BYTES).digest()
 
 
 @dataclass(frozen=True)
 class ParkPlace:
     """The folder where an R-worker parks prefixes, and its limits.
-    ``most_bytes``: most bytes in ``folder``; None: the R-worker chooses. ``after_seconds``: time without use after
-    which a prefix is parked.
+    ``most_bytes``: most bytes to use in ``folder``; None lets the R-worker choose. ``after_seconds``: how long a prefix
+    must be unused before it is parked.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ class ParkPlace:
     after_seconds: float = PARK_AFTER
 
     def of(self, index: int) -> ParkPlace:
-        """Return this place with a subfolder for R-worker ``index``, one of several on this machine."""
+        """Return a subfolder of this place for R-worker ``index``, one of several on this machine."""
         return replace(self, folder=self.folder / f"r-worker-{index}")
 
     def flags(self) -> list[str]:
@@ -59,8 +59,8 @@ class ParkPlace:
 
 
 class Chain(NamedTuple):
-    """A parked prefix of ``num_blocks`` blocks and, if layers are recurrent, ``rest`` tokens after them.
-    ``marks``: the hash of all tokens up to the end of each piece, and of ``rest`` if any; the last names the chain.
+    """A parked prefix of ``num_blocks`` blocks, and of ``rest`` more tokens if layers are recurrent.
+    ``marks``: for each piece of the file, the hash of all tokens up to its end; then the hash with the ``rest`` tokens.
     """
 
     num_blocks: int
@@ -69,7 +69,7 @@ class Chain(NamedTuple):
 
     @staticmethod
     def of(block_hashes: Sequence[bytes], block_size: int, rest: Sequence[int] = ()) -> Chain:
-        """Return the chain of the blocks with ``block_hashes`` and of the tokens ``rest`` after them."""
+        """Return the chain for blocks with ``block_hashes``, followed by the tokens ``rest``."""
         step = PIECE_TOKENS // block_size
         marks = [*block_hashes[step - 1 :: step], *(block_hashes[-1:] if len(block_hashes) % step else ())]
         if rest:
@@ -83,12 +83,12 @@ class Chain(NamedTuple):
 
     @property
     def name(self) -> bytes:
-        """The hash of all tokens of the chain, which is the chain's name."""
+        """The chain's name: the hash of all its tokens."""
         return self.marks[-1]
 
 
 class Progress(IntEnum):
-    """The state of a request to park or to load a prefix. While it is UNDER_WAY, the caller repeats the request."""
+    """The state of a request to park or load a prefix. If it is UNDER_WAY, the caller must repeat the request."""
 
     DONE = 0
     UNDER_WAY = 1
@@ -96,9 +96,9 @@ class Progress(IntEnum):
 
 
 class Parked(NamedTuple):
-    """An R-worker's answer to a request to park or to load a prefix.
-    ``num_tokens``: tokens parked or loaded. ``num_bytes``: bytes on the R-worker's disk. ``dropped``: names of chains
-    that it deleted to make room.
+    """An R-worker's answer to a request to park or load a prefix.
+    ``num_tokens``: tokens parked or loaded until now. ``num_bytes``: bytes of all prefixes on the R-worker's disk.
+    ``dropped``: names of the chains that it deleted to make space.
     """
 
     progress: Progress
@@ -109,24 +109,24 @@ class Parked(NamedTuple):
 
 class Parks(Protocol):
     """Access to the R-workers' disks, between steps.
-    Raise BackendError if an R-worker refuses, and WorkerLostError if it is lost. ``patience_ms``: about how long a call
-    may take before it returns UNDER_WAY.
+    Methods raise BackendError if an R-worker refuses, and WorkerLostError if it is lost. ``patience_ms``: about how
+    long a call may take before it returns UNDER_WAY.
     """
 
     def chains(self, worker: int, model: str) -> list[Chain]:
-        """Start parking for the model that ``model`` identifies.
-        Return the chains of that model on R-worker ``worker``, least recently used first.
+        """Let R-worker ``worker`` park for the model identified by ``model``.
+        Return the chains of this model on its disk, least recently used first.
         """
 
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
     ) -> Parked:
-        """Write the blocks of ``sequence_id`` to disk as ``chain``, and delete the ``superseded`` chains.
-        If layers are recurrent, the chain is the whole sequence, and its states are written too.
+        """Write the blocks of ``sequence_id`` to the R-worker's disk as ``chain``; delete the ``superseded`` chains.
+        With recurrent layers, the chain is the whole sequence, and the states at its end are written too.
         """
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
         """Load the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
-        The last of these blocks must end a piece. A chain with recurrent states is loaded whole, with its ``rest``. If
-        loading FAILED midway, the sequence has the tokens loaded before the failure and must be released.
+        These blocks must end where a piece ends. A chain with recurrent states is loaded whole, with its ``rest``. If
+        the answer is FAILED, the caller must release the tokens that were loaded before.
         """

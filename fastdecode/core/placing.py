@@ -1,4 +1,4 @@
-"""The placing of sequences' caches: the length of their segments, and the copies of each segment."""
+"""The placing of cached sequences: the length of their segments, and how many R-workers hold each segment."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Placing:
-    """Cuts sequences into segments of ``segment_tokens`` tokens, each on its own R-worker.
-    The length is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: R-workers
-    that hold each segment, 1 or 2.
+    """Cuts sequences into segments of ``segment_tokens`` tokens, which different R-workers hold.
+    The length is a multiple of the block size, or ``UNLIMITED`` if every sequence is one segment. ``copies``: how many
+    R-workers hold each segment, 1 or 2.
     """
 
     segment_tokens: int = UNLIMITED
@@ -40,7 +40,7 @@ WHOLE = Placing()
 
 @dataclass(frozen=True)
 class AskedPlacing:
-    """The user's settings for the placing.
+    """The settings from which a ``Placing`` is chosen.
     ``kv_shard_tokens``: the length of segments; None to choose it. ``kv_replicas``: copies of each segment. The
     schedule must support both.
     """
@@ -59,18 +59,16 @@ class AskedPlacing:
 
     @property
     def uncut(self) -> Placing:
-        """The placing asked for, with every sequence in one segment."""
+        """The placing that settings ask for, but with every sequence in one segment."""
         return Placing(copies=self.kv_replicas)
 
     @property
     def may_cut(self) -> bool:
-        """True if the schedule allows segments of a sequence on several R-workers."""
+        """True if the schedule allows segments of one sequence on several R-workers."""
         return self.schedule not in ("request-level", "hybrid")
 
     def check(self) -> None:
-        """Raise ConfigError unless the segment length is valid and the schedule supports segments.
-        Some schedules keep a sequence on one R-worker.
-        """
+        """Raise ConfigError if the segment length is invalid, or if the schedule allows no segments."""
         wanted = self.kv_shard_tokens
         if wanted is None:
             return
@@ -97,8 +95,8 @@ class AskedPlacing:
     def chosen(
         self, longest: int, num_blocks: Sequence[int], block_size: int, balanced: int | None, chunk_tokens: int = 1
     ) -> Placing:
-        """Return the placing asked for, or one chosen for sequences of ``longest`` tokens: see ``choose_range_tokens``.
-        Raise ConfigError unless the segment length asked for is a multiple of ``chunk_tokens``.
+        """Return the placing that settings ask for, with a length from ``choose_range_tokens`` if they give none.
+        Raise ConfigError unless a given length is a multiple of ``chunk_tokens``.
         """
         wanted = self.kv_shard_tokens
         if wanted and wanted % chunk_tokens:
@@ -114,8 +112,8 @@ class AskedPlacing:
         self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1, fixed: int = 0
     ) -> bool:
         """Return whether R-workers with ``num_blocks`` can hold a sequence of ``longest`` tokens in segments.
-        If no length was asked for, any multiple of ``chunk_tokens`` may be used. ``fixed``: blocks that each segment
-        takes in addition to those of its tokens.
+        Unless settings give the segment length, the shortest one is tried. ``fixed``: blocks that each segment takes
+        in addition to those of its tokens.
         """
         if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
             return False
@@ -130,7 +128,7 @@ def choose_range_tokens(
     balanced_kv_tokens: int | None,
     chunk_tokens: int = 1,
 ) -> int | None:
-    """Return the number of tokens per segment to choose; None if sequences need not, or cannot, be cut.
+    """Return a good segment length in tokens; None if sequences need not be cut, or cannot be.
     They need not be cut if every R-worker can hold ``longest`` tokens, and attends to them while the S-worker computes.
     They cannot be cut if even the smallest segments do not fit the R-workers. ``balanced_kv_tokens``: KV tokens that an
     R-worker attends while the S-worker computes, if known. A segment is a multiple of ``chunk_tokens``.
@@ -139,7 +137,7 @@ def choose_range_tokens(
     if len(num_blocks) == 1 or least is None:
         return None
     fits_one = -(-longest // block_size) <= min(num_blocks)
-    range_tokens = max(4096, least)  # the fewest tokens of a range whose length FastDecode chooses
+    range_tokens = max(4096, least)  # the shortest length to choose, unless segments must be shorter to fit
     while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
         range_tokens *= 2
     if fits_one:
@@ -150,14 +148,12 @@ def choose_range_tokens(
 
 
 def least_range_tokens(chunk_tokens: int) -> int | None:
-    """Return the tokens of the shortest segment that is a multiple of ``chunk_tokens``; None if there is none.
-    Segment lengths are powers of two.
-    """
+    """Return the shortest possible segment, in tokens; None unless ``chunk_tokens`` is a power of two."""
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
 def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int, fixed: int = 0) -> bool:
-    """Return whether R-workers with ``num_blocks`` hold ``longest`` tokens in segments of ``range_tokens`` tokens."""
+    """Return whether R-workers with ``num_blocks`` blocks hold ``longest`` tokens in segments of ``range_tokens``."""
     blocks = np.array(num_blocks)
     return pool_holds(
         sizes_of(longest, range_tokens, block_size, fixed), np.column_stack([blocks, blocks * block_size])
@@ -166,16 +162,16 @@ def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_
 
 def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
     """Return whether segments of ``sizes`` fit R-workers of ``capacities``, int64 [num_workers, 2]: blocks, tokens.
-    All sizes but one are equal.
+    All but one segment must have the same size.
     """
     other = max(sizes) if max(sizes) > sizes[0] else sizes[-1]
     return bool((slots_beside(np.array(other), np.array(sizes[0]), capacities) >= len(sizes) - 1).any())
 
 
 def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return how many segments of size ``whole`` fit the pool beside one of size ``other`` on R-worker i, for each i.
-    The result is [num_workers], -1 where ``other`` does not fit. The order in which segments are placed does not
-    change the result. ``left``: free room, [num_workers, entries of a size].
+    """Return, for each R-worker i, how many segments of size ``whole`` fit all R-workers if i also holds ``other``.
+    ``other``: the size of another segment. ``left``: free room of each R-worker, with the columns of a size. The result
+    is [num_workers]; -1 if ``other`` does not fit on i.
     """
     slots, fits = (np.maximum(left, 0) // whole).min(axis=1), (left >= other).all(axis=1)
     beside = slots.sum() - slots + (np.maximum(left - other, 0) // whole).min(axis=1)
@@ -191,5 +187,5 @@ def sizes_of(num_tokens: int, segment_tokens: int, block_size: int, fixed: int =
 
 
 def starts(num_tokens: int, segment_tokens: int) -> range:
-    """Return the position of the first token of each segment of a sequence of ``num_tokens``; at least one segment."""
+    """Return the first positions of the segments of a sequence with ``num_tokens`` tokens; at least one segment."""
     return range(0, max(num_tokens, 1), segment_tokens)

@@ -1,4 +1,4 @@
-"""Prompts for prefill workers: the jobs that the scheduler sends out, and their results."""
+"""Prompts for prefill workers: what the scheduler sends them, and what they answer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 
 class PromptKV(NamedTuple):
-    """Keys and values of one layer that the rows of a prompt part attend to, from the prompt's position 0 on.
+    """Keys and values in one layer to which the rows of a prompt part attend, from the prompt's position 0 on.
     ``prefix``: uint8 [context_len, bytes], the cached tokens as R-workers store them (see ``_rworker.RWorker.export``).
-    ``k``, ``v`` [rows, num_kv_heads, …]: the tokens after the prefix, in the model's dtype as numpy represents it.
+    ``k``, ``v`` [rows, num_kv_heads, …]: the tokens after the prefix; 16-bit floats as uint16.
     """
 
     prefix: np.ndarray
@@ -30,7 +30,7 @@ class PrefillPart:
 
 @dataclass(frozen=True)
 class StoredAt:
-    """A segment of a prompt: R-worker ``r_worker`` stores tokens ``start`` to ``end`` as its sequence ``cache_id``.
+    """Says that R-worker ``r_worker`` stores tokens ``start`` to ``end`` of a prompt, as its sequence ``cache_id``.
     Positions in that sequence count from ``start``. ``ticket``: the unique number under which the R-worker reserves
     blocks for these tokens.
     """
@@ -45,10 +45,10 @@ class StoredAt:
 @dataclass(frozen=True)
 class RemotePrefill:
     """A prompt for prefill workers: its tokens after a cached prefix, cut into consecutive ``parts``.
-    ``job_id`` and the tickets are new for every attempt, so that R-workers refuse rows of earlier attempts. ``stores``
-    cover all tokens of ``parts``; overlapping ones are copies. ``prefix``: the R-workers that hold tokens 0 to
-    ``context_len``, in order. Each has reserved blocks, even if it stores no new token. ``method``: one of
-    ``PREFILL_METHODS``. Raise ValueError for gaps in stores or prefix, and for a repeated ticket.
+    ``job_id`` and tickets are new for every attempt, so that R-workers refuse rows of earlier attempts. ``stores``: the
+    R-workers that store the tokens of ``parts``; those that store the same tokens keep copies. ``prefix``: the
+    R-workers that hold tokens 0 to ``context_len``, in order; each has reserved blocks, even if it stores no new token.
+    ``method``: one of ``PREFILL_METHODS``. Raise ValueError for gaps in stores or prefix, and for a repeated ticket.
     """
 
     job_id: int
@@ -74,12 +74,12 @@ class RemotePrefill:
 
     @property
     def context_len(self) -> int:
-        """The number of tokens in the prefix, which R-workers have cached."""
+        """Number of tokens in the prefix, which R-workers have cached already."""
         return self.parts[0].start
 
 
 def _covered(places: tuple[StoredAt, ...], start: int) -> int:
-    """Return the position of the first token from ``start`` on that none of ``places`` stores."""
+    """Return the first position from ``start`` on that none of ``places`` stores."""
     for each in sorted(places, key=lambda place: place.start):
         if each.start > start:
             break
@@ -90,10 +90,10 @@ def _covered(places: tuple[StoredAt, ...], start: int) -> int:
 @dataclass(frozen=True, eq=False)
 class Prefilled:
     """A prompt that prefill workers have computed and R-workers have stored.
-    ``logits``: the last token's, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: the slowest
-    part's time. Bytes of keys and values: ``sent_bytes`` between prefill workers, ``stored_bytes`` to R-workers,
-    counting each copy, ``read_bytes`` of its prefix from R-workers. ``missed``: tickets of R-workers that could not be
-    reached, so that they lack tokens.
+    ``logits``: of the last token, [vocab_size] in the model's dtype, 16-bit floats as uint16. ``seconds``: time of the
+    slowest part. Bytes of keys and values: ``sent_bytes`` between prefill workers; ``stored_bytes`` to R-workers, with
+    all copies; ``read_bytes`` of the prefix from R-workers. ``missed``: tickets of R-workers that could not be reached
+    and lack their tokens.
     """
 
     sequence_id: int

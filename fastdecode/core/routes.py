@@ -1,4 +1,4 @@
-"""The rows of a mini-batch that each R-worker gets: its spans and its Route, made once per plan."""
+"""Splits a mini-batch among R-workers: each one's spans and its ``Route``, computed once per plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan_mini_batch(
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
     """Return the routes of every mini-batch, where rows are in the order of the R-workers' spans.
-    Raise BackendError for READ and PARTIAL spans, which do not say which rows they belong to.
+    Raise BackendError for READ and PARTIAL spans: they do not say which chunk their rows belong to.
     """
     routes = []
     for spans in zip(*(each.mini_batches for each in workers), strict=True):
@@ -67,7 +67,7 @@ def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...
 
 
 def read_ends(chunks: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """Return the end, one past the last token, of each closed segment in ``reads``: int64 [num_reads]."""
+    """Return, for each READ record, the position after the last token of its segment: int64 [num_reads]."""
     owners, ends = reads["chunk"], chunks["base"][reads["chunk"]]
     follows = np.flatnonzero(owners[:-1] == owners[1:])
     ends[follows] = reads["start"][follows + 1]
@@ -83,7 +83,7 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """Per R-worker, spans for rows that other R-workers own, and the row numbers of these spans, int64 [num_rows]."""
+    """For each R-worker, spans of rows whose first copy is elsewhere, and their row numbers, int64 [num_rows]."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]
@@ -94,14 +94,14 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
     spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
-    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # one of APPEND, ATTEND and PARTIAL
+    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
     return spans
 
 
 def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list[Route]:
-    """Return the route of each R-worker for the rows that it stores. Its rows are slices.
-    ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: some chunk is the tail of a
-    sequence with several segments.
+    """Return, for each R-worker, the route of the rows that are appended there. These rows are consecutive.
+    ``bounds``: int64 [num_workers + 1], where each R-worker's chunks begin. ``has_tails``: True if some chunk belongs
+    to a sequence with several segments.
     """
     counts, attends = chunks["num_rows"], chunks["attends"]
     q = kv = list(pairwise(_totals(counts)[bounds].tolist()))
@@ -125,13 +125,12 @@ def _with_copies(routes: list[Route], rows: list[np.ndarray]) -> list[Route]:
 
 
 def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:
-    """Return the route of an R-worker with whole sequences only, from the first and end row in q and in k and v."""
     attending = slice(*q_rows)
     return Route(attending, slice(*kv_rows), attending)
 
 
 def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return the READ spans of closed segments, and the rows of q that attend to them."""
+    """Return, for each R-worker, the READ spans of the full segments there, and the rows of q that attend to these."""
     counts = chunks["num_rows"]
     firsts = _totals(counts * chunks["attends"])[:-1]
     owners = chunks.take(reads["chunk"])
@@ -142,7 +141,7 @@ def _reads_by_worker(chunks: np.ndarray, reads: np.ndarray, num_workers: int) ->
 
 
 def _appends_by_worker(chunks: np.ndarray, own: np.ndarray, num_workers: int) -> _ByWorker:
-    """Return the APPEND spans of second copies, and the rows of k and v that they store.
+    """Return, for each R-worker, the APPEND spans of its second copies, and the rows of k and v that they store.
     ``own``: the spans of ``chunks`` on their first R-worker.
     """
     copied = np.flatnonzero(chunks["copy"] >= 0)
@@ -164,8 +163,8 @@ def _by_worker(workers: np.ndarray, spans: np.ndarray, firsts: np.ndarray, num_w
 
 
 def _merge(chunks: np.ndarray, reads: np.ndarray, num_workers: int) -> tuple[Merge, list[int]]:
-    """Return how rows of sequences in several segments are merged, and each R-worker's number of partial results.
-    An R-worker's partial results begin with its closed segments' results; the tails' results follow.
+    """Return how to merge the rows of sequences in several segments, and each R-worker's number of partial results.
+    An R-worker's partial results begin with those of READ spans; those of PARTIAL spans follow.
     """
     num_rows = chunks["num_rows"]
     firsts = _totals(num_rows * chunks["attends"])
@@ -213,12 +212,11 @@ def _joined(first: Rows, second: Rows) -> Rows:
 
 
 def _totals(counts: np.ndarray) -> np.ndarray:
-    """Return the sum of ``counts`` before each entry, and of all: int64 [len(counts) + 1]."""
+    """Return the sums of ``counts`` before each entry, then the sum of all: int64 [len(counts) + 1]."""
     totals = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=totals[1:])
     return totals
 
 
 def _pieces(values: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-    """Return the slices of ``values`` between consecutive ``bounds``."""
     return [values[first:last] for first, last in pairwise(bounds.tolist())]

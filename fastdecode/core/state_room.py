@@ -1,4 +1,4 @@
-"""The number of recurrent states that fit the S-worker's memory, if the S-worker keeps them."""
+"""How many recurrent states fit the S-worker's memory, if the S-worker keeps them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ COUNTED_BLOCKS = 1
 
 @dataclass(frozen=True)
 class StateRoom:
-    """Room on the S-worker for ``num_states`` recurrent states of ``state_bytes`` bytes each.
-    ``in_flight``: most states of sequences in flight; all other states may be kept for prefixes. A
-    sequence has one more state while it moves between R-workers.
+    """Memory on the S-worker for ``num_states`` recurrent states of ``state_bytes`` bytes each.
+    ``in_flight``: most states of waiting and running sequences; the others may be kept for prefixes. A sequence has one
+    more state while it moves between R-workers.
     """
 
     num_states: int
@@ -23,7 +23,7 @@ class StateRoom:
 
     @classmethod
     def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, each: int) -> StateRoom:
-        """Return the room in ``memory_bytes``. Raise CapacityError if sequences in flight need more memory.
+        """Divide ``memory_bytes`` into states. Raise CapacityError if ``max_num_seqs`` sequences need more memory.
         ``each``: most states of one sequence, for its ranges and their second copies.
         """
         num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * each

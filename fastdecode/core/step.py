@@ -47,13 +47,13 @@ NO_READS = np.zeros(0, READ)
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive new tokens of one sequence in a step: prompt tokens, or its last token with draft tokens.
-    ``attends``: True to attend on the R-worker, False on the S-worker over its prompt scratch. ``samples``: the last
-    token's logits are wanted. ``last_of_prompt``: the scratch is not needed afterwards. ``is_decode``: the chunk has no
-    prompt token. ``scored``: the logits of all its tokens are wanted. ``base``: tokens before the tail, which is the
-    segment on the chunk's own worker; a chunk ends where its segment does. ``reads``: worker, range id and start of the
-    closed segments before the tail, in order. Segments that no layer's window reaches may be missing. ``cache_id``: the
-    id under which the worker stores the rows; None for ``sequence_id``. ``copy``: the R-worker of the second copy,
-    which also stores keys and values under the same id; -1 for none.
+    ``attends``: True if the rows attend on R-workers; False if on the S-worker, over its prompt scratch. ``samples``:
+    the last token needs logits; ``scored``: all tokens do. ``last_of_prompt``: the scratch is not needed afterwards.
+    ``is_decode``: the chunk has no prompt token. ``base``: first position of the segment on R-worker ``worker`` to
+    which the tokens are appended; they all fit there. ``reads``: for each earlier segment, in order, its R-worker,
+    range id and start; segments that no layer's window reaches may be missing. ``cache_id``: the id under which
+    ``worker`` stores the rows; None for ``sequence_id``. ``copy``: the R-worker that stores a second copy, under the
+    same id; if none, it is -1.
     """
 
     sequence_id: int
@@ -79,7 +79,7 @@ class Chunk:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return ``parts``, CHUNK records, concatenated as bytes: numpy is ten times slower on records, field by field.
+    """Return ``parts``, CHUNK records, as one array. Bytes are joined, since numpy joins records ten times more slowly.
     For the same reason, select thousands of records with ``take``, never with an index.
     """
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(CHUNK)
@@ -88,9 +88,10 @@ def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
     """The chunks that one forward pass computes, in order.
-    ``chunks``: CHUNK [num_chunks], sorted by R-worker. Attending chunks come first, and among them chunks without
-    closed segments. So the payload of an R-worker is one slice of the rows. ``token_ids``: int64 [num_rows], in the
-    same order. ``reads``: READ [num_reads], the closed segments of all chunks, by chunk and in order; mostly empty.
+    ``chunks``: CHUNK [num_chunks], sorted by R-worker; for one R-worker, attending chunks come first, beginning with
+    those of sequences in one segment. So an R-worker's payload is one slice of the rows. ``token_ids``: int64
+    [num_rows], in the same order. ``reads``: READ [num_reads], the earlier segments of each chunk's sequence, by chunk
+    and in order; mostly empty.
     """
 
     chunks: np.ndarray
@@ -123,14 +124,14 @@ class MiniBatch:
     def take(self, places: np.ndarray) -> MiniBatch:
         """Return a mini-batch of the chunks with indices ``places``, in that order."""
         chunks, reads = self.chunks.take(places), self._reads_of(places) if len(self.reads) else NO_READS
-        if len(self.token_ids) == len(self.chunks):  # one row per chunk, if there are no drafts
+        if len(self.token_ids) == len(self.chunks):  # without drafts, each decode is one row
             return MiniBatch(chunks, self.token_ids.take(places), reads)
         counts, starts = chunks["num_rows"], np.cumsum(self.chunks["num_rows"]) - self.chunks["num_rows"]
         rows = np.repeat(starts[places] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         return MiniBatch(chunks, self.token_ids.take(rows), reads)
 
     def _reads_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the READ records of the chunks ``places``, with each chunk numbered by its index in ``places``."""
+        """Return the READ records of the chunks ``places``, with these chunks numbered 0, 1, … in the records."""
         new = np.full(len(self.chunks), -1)
         new[places] = np.arange(len(places))
         reads = self.reads.copy()
@@ -143,7 +144,7 @@ class MiniBatch:
         return len(self.chunks)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield the chunks one by one, for callers that need few of them."""
+        """Yield the chunks as ``Chunk`` objects, which is slow for many chunks."""
         tokens, end = self.token_ids.tolist(), 0
         for index, record in enumerate(self.chunks.tolist()):
             fields: dict[str, Any] = dict(zip(CHUNK_FIELDS, record, strict=True))
@@ -157,7 +158,7 @@ class MiniBatch:
 
     @property
     def read_ends(self) -> np.ndarray:
-        """The end (last token + 1) of the closed segment in each READ record of ``reads``: int64 [num_reads]."""
+        """For each READ record in ``reads``, the position after its segment's last token: int64 [num_reads]."""
         return read_ends(self.chunks, self.reads)
 
     @cached_property
@@ -172,7 +173,7 @@ class MiniBatch:
 
     @property
     def num_logits(self) -> dict[int, int]:
-        """The number of logit rows of each sequence that samples, by id: one, plus one per draft token."""
+        """The number of rows with logits, by id of sequences that sample: one, plus one per draft token."""
         drafted = self.chunks["scored"] & self.chunks["is_decode"]
         counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))
@@ -182,10 +183,10 @@ class MiniBatch:
 class ScheduledStep:
     """One scheduled step: the mini-batches, and the controls of each R-worker.
     ``num_starts``: requests that start for the first time. ``prefills``: prompts to send to prefill workers once the
-    R-workers have the controls. ``arrived``: sequences whose prompts the prefill workers have computed. The controls
-    commit their keys and values, and their first token is sampled in this step. ``drafts``: draft tokens after the last
-    token of decoding sequences, by sequence. ``taps``: per mini-batch, the rows whose queries are kept until the step
-    ends, int64 [num_tapped]; empty if none are. ``handovers``: recurrent states from which segments begin.
+    R-workers have the controls. ``arrived``: sequences whose prompts prefill workers have computed: the controls commit
+    their keys and values, and this step samples their first token. ``drafts``: draft tokens of decoding sequences, by
+    sequence. ``taps``: per mini-batch, the rows whose queries must be kept until the step ends, int64 [num_tapped];
+    empty if there are none. ``handovers``: recurrent states to copy before the rows, for segments that begin.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -253,9 +254,9 @@ class ScheduledStep:
 
 def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) -> tuple[MiniBatch, ...]:
     """Split a step into mini-batches, whose chunks have the order of ``MiniBatch.chunks``.
-    ``decodes`` are ordered by worker, longest context first, and dealt in snake order (0 1 1 0 0 1 …). So counts differ
-    by at most one and loads stay close, whichever sequences come or go. Prompt chunks, longest first, go to the
-    mini-batch with the fewest rows.
+    ``decodes`` are ordered by worker, longest context first, and divided in snake order (0 1 1 0 0 1 …). So the
+    mini-batches' numbers of decodes differ by at most one, and their KV loads stay close. Each prompt chunk, longest
+    first, goes to the mini-batch with the fewest rows.
     """
     snake = np.array([*range(num_mini_batches), *reversed(range(num_mini_batches))])
     turn = snake[np.arange(len(decodes)) % len(snake)]

@@ -20,7 +20,7 @@ A machine with one of them also has the earlier ones of its architecture. Each r
 
 
 def best_common_isa(isas: Collection[str]) -> str:
-    """Return the best instruction set that all machines have. ``isas``: the best set of each machine, at least one."""
+    """Return the best instruction set that all machines have. ``isas``: the best of each machine; not empty."""
     for family in (X86_ISAS, ARM_ISAS):
         if all(isa in family for isa in isas):
             return min(isas, key=family.index)
@@ -38,7 +38,7 @@ READ_AHEAD = ("run", "run-l2", "pages")
 
 
 class Verb(IntEnum):
-    """The kinds of controls, which an R-worker carries out before the step's rows."""
+    """The kinds of controls, which R-workers carry out before a step's rows."""
 
     FORK = 0
     TRUNCATE = 1
@@ -59,11 +59,10 @@ SPLIT_TOKENS = 512
 
 
 class SpanMode(IntEnum):
-    """The work of an R-worker on the rows of a span.
+    """The ways in which an R-worker treats the rows of a span.
     APPEND: store their keys and values; their queries attend on the S-worker. ATTEND: store them, then attend to all
-    tokens of the sequence. PARTIAL: like ATTEND, for the tail of a sequence with several segments; answer with partial
-    results. READ: store nothing, and attend to a closed segment for rows that belong to the tail; answer with partial
-    results.
+    tokens of the sequence. PARTIAL: like ATTEND, for the last of several segments; answer with partial results. READ:
+    store nothing, and attend to an earlier segment; answer with partial results.
     """
 
     APPEND = 0
@@ -83,9 +82,9 @@ span, ``context_len`` is at least the length of the segment, which the R-worker 
 class WorkerPlan:
     """One R-worker's part of a step: controls in order, then the spans of each mini-batch.
 
-    ``controls``: CONTROL [num_controls]. ``mini_batches``: per mini-batch SPAN [num_spans]: READ, then ATTEND, PARTIAL
-    and APPEND spans. Rows of q belong to the first three, of k and v to the last three, of o to ATTEND spans. READ and
-    PARTIAL spans answer with partial results. The last APPEND spans may be those of second copies.
+    ``controls``: CONTROL [num_controls]. ``mini_batches``: SPAN [num_spans] for each, in this order: READ, ATTEND,
+    PARTIAL, APPEND. The first three kinds have rows of q, the last three rows of k and v; ATTEND spans return rows of
+    o, READ and PARTIAL spans partial results. The last APPEND spans may be those of second copies.
     """
 
     controls: np.ndarray
@@ -122,21 +121,20 @@ The next rows' results follow at ``row`` + ``stride``, ``row`` + 2 ``stride``, â
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """The merging of partial results into rows of the output o.
-    ``merged``: MERGED [num_merged]. ``parts``: PART [num_parts]; parts of one MERGED record are together, in token
-    order.
+    """How partial results are merged into rows of the output o.
+    ``merged``: MERGED [num_merged]. ``parts``: PART [num_parts], sorted by MERGED record, then by token position.
     """
 
     merged: np.ndarray
     parts: np.ndarray
 
     def with_part_of(self, worker: int) -> np.ndarray:
-        """Return whether each MERGED record has a part from R-worker ``worker``: bool [num_merged]."""
+        """Return which MERGED records have a part from R-worker ``worker``: bool [num_merged]."""
         owners = np.repeat(np.arange(len(self.merged)), self.merged["num_parts"])
         return np.isin(np.arange(len(self.merged)), owners[self.parts["worker"] == worker])
 
     def take(self, kept: np.ndarray) -> Merge:
-        """Return a Merge with only the MERGED records where ``kept``, bool [num_merged], is true."""
+        """Return a Merge with only the MERGED records that ``kept`` selects, bool [num_merged]."""
         merged = self.merged[kept]
         parts = self.parts[np.repeat(kept, self.merged["num_parts"])]
         merged["first_part"] = np.cumsum(merged["num_parts"]) - merged["num_parts"]
@@ -179,8 +177,8 @@ class Handover(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     """One step of every R-worker, in order of index; all have the same number of mini-batches.
-    ``routes``: the routes of each mini-batch. Empty in a plan written by hand without READ and PARTIAL spans: then the
-    R-workers' rows are in the order of their spans (``routes_of_spans``). ``handovers``: recurrent states to copy after
+    ``routes``: per mini-batch. A plan that tests write by hand, without READ and PARTIAL spans, may have none: then
+    rows are in the order of the R-workers' spans (``routes_of_spans``). ``handovers``: recurrent states to copy after
     the controls and before the rows.
     """
 
@@ -202,13 +200,13 @@ class KvAddress:
 
 @dataclass(frozen=True)
 class RWorkerInfo:
-    """An R-worker's description of itself, given when it is opened.
+    """An R-worker's description of itself, sent when its cache is opened.
     ``read_gb_per_s``: read bandwidth of its threads in 1e9 bytes per second, measured at its start; 0 if not measured.
     ``kv_ports``: its KV port, if it has one; with several ranks, one per rank in order. ``host``: a unique name of its
-    machine; "" if unknown. ``state_blocks``: blocks for a hybrid's states per sequence. ``park_after``: seconds without
-    use after which prefixes go to its disk; None without a disk. ``held``: sequences that it holds from the continued
-    session. ``kept_of``: the fingerprint of the S-worker that cached them. ``epoch``: the epoch of a named session's
-    lease; 0 without one.
+    machine; "" if unknown. ``state_blocks``: blocks that a hybrid model's states take per sequence. ``park_after``:
+    seconds without use after which prefixes go to its disk; None without a disk. ``held``: sequences that it kept from
+    an earlier engine. ``kept_of``: the fingerprint of the S-worker that cached them. ``epoch``: the epoch of a named
+    session's lease; 0 without one.
     """
 
     name: str
@@ -228,7 +226,7 @@ class RWorkerInfo:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that one more sequence, with its state, could have in the R-worker's free blocks."""
+        """How many tokens another sequence could have in the R-worker's free blocks, beside its state."""
         blocks = {block for each in self.held for block in each.blocks}
         return (self.num_blocks - len(blocks) - self.state_blocks * (len(self.held) + 1)) * self.block_size
 
@@ -237,8 +235,8 @@ class RWorkerInfo:
 class WorkerReport:
     """One R-worker's work in a step.
     ``busy_start``, ``busy_end``: float64 [num_mini_batches, num_layers], seconds on the S-worker's
-    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: the time from submit to output,
-    without busy time and time queued behind other calls, summed over the step. ``leaving``: the R-worker asks to leave.
+    ``time.perf_counter``; both are 0 if the worker had no rows. ``transfer_seconds``: for all calls of the step, the
+    time from submit to output, less busy time and time in queues. ``leaving``: the R-worker asks to leave.
     """
 
     busy_start: np.ndarray
@@ -251,11 +249,10 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The reports of all R-workers for one step, in worker order.
+    """The reports of all R-workers for one step, in order of index.
 
-    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: lost
-    R-workers that an audit found at fault. ``is_doubtful``: cached tokens anywhere may be wrong. ``num_audited``: rows
-    compared.
+    ``lost``: R-workers lost during the step. ``leaving``: R-workers that ask to leave. ``faulty``: lost R-workers that
+    an audit found at fault. ``is_doubtful``: any cached token may be wrong. ``num_audited``: rows that audits compared.
     """
 
     workers: tuple[WorkerReport, ...]

@@ -1,4 +1,4 @@
-"""Shares of a query's attention in the blocks of its context: requests to R-workers, and answers for users."""
+"""How a query's attention is divided among the blocks of its context: requests to R-workers, answers for users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class AttentionSource(NamedTuple):
-    """Tokens ``first`` to ``last`` (inclusive) of a context, and the share ``weight`` of a row's attention on them."""
+    """Tokens ``first`` to ``last`` (inclusive) of a context; ``weight``: the fraction of a row's attention on them."""
 
     first: int
     last: int
@@ -18,7 +18,7 @@ class AttentionSource(NamedTuple):
 
 @dataclass(frozen=True)
 class WeighedPart:
-    """Cached tokens of a sequence on one R-worker that a query attends to: the whole sequence, or a segment.
+    """Cached tokens of a sequence on one R-worker to which a query attends: the whole sequence, or a segment.
     R-worker ``worker`` holds them as its sequence ``sequence_id``. ``offset``: position of the first token in the whole
     sequence. ``position``: the query's position, counted from ``offset``. ``num_tokens``: tokens up to the query.
     """
@@ -32,7 +32,7 @@ class WeighedPart:
 
 @dataclass(frozen=True)
 class WeighedRow:
-    """Row ``row`` of a mini-batch of the open step, whose attention is to be divided among blocks of ``block`` tokens.
+    """Asks how the attention of row ``row`` of a mini-batch is divided among blocks of ``block`` tokens.
     ``layers``: in ascending order, with the index layers that they use. ``parts``: the row's whole context, in order.
     """
 
@@ -52,9 +52,9 @@ class WeighedRow:
 @dataclass(frozen=True, eq=False)
 class Weighing:
     """A request to one R-worker for the attention of one row.
-    ``queries``: for each of ``layers`` [1, num_heads, query_dim] in the model's dtype. ``norms``: max and sum of scores
-    over all parts, float32 [1, heads of all attending layers, 2]; None: R-workers use the norms of ``part`` and of
-    sinks. ``finds_norms``: return these norms, without sinks, instead of weights.
+    ``queries``: for each of ``layers`` [1, num_heads, query_dim] in the model's dtype. ``norms``: maximum and sum of
+    scores over the whole context, float32 [1, heads of all attending layers, 2]; None if ``part`` and sinks are all of
+    it. ``finds_norms``: return the norms of ``part`` without sinks, instead of weights.
     """
 
     part: WeighedPart
@@ -66,7 +66,7 @@ class Weighing:
 
     @property
     def first_block(self) -> int:
-        """The index of the KV block that holds the first token of the part."""
+        """The index of the block, in the whole sequence, that holds the part's first token."""
         return self.part.offset // self.block
 
     @property
@@ -76,14 +76,14 @@ class Weighing:
 
 
 class Queries(Protocol):
-    """The queries of the tapped rows of a step."""
+    """Access to the queries that a step has kept."""
 
     def of(self, mini_batch: int, row: int, layer: int) -> np.ndarray:
         """Return the queries of ``row`` in ``layer``, in the form sent to R-workers: [1, num_heads, query_dim]."""
 
 
 def strongest(weights: np.ndarray, count: int, block: int, num_tokens: int) -> tuple[AttentionSource, ...]:
-    """Return the ``count`` blocks of ``block`` tokens with the most attention, strongest first, equal ones in order.
+    """Return the ``count`` blocks of ``block`` tokens with the most attention, most first; ties in order of position.
     ``weights``: float32 [num_blocks], over ``num_tokens`` tokens. Blocks without attention are left out.
     """
     best = np.argsort(-weights, kind="stable")[:count]

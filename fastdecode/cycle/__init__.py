@@ -1,4 +1,4 @@
-"""The loop over a scheduler's steps, for every world."""
+"""The loop over a scheduler's steps, for real, simulated and test environments."""
 
 from fastdecode.cycle.contracts import JoinedWorker, Requests, RunningCycle, World
 from fastdecode.cycle.cycle import Companion, Cycle

@@ -1,4 +1,4 @@
-"""The interfaces of a cycle: the world that computes its steps, and the requests that receive the tokens."""
+"""The interfaces of a cycle: ``World``, which computes its steps, and ``Requests``, which receives the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """An R-worker that has joined. ``bandwidth``: relative to the other R-workers; None means their mean bandwidth."""
+    """An R-worker that has joined. ``bandwidth``: relative to other R-workers; None for the mean of these."""
 
     num_blocks: int
     bandwidth: float | None = None
@@ -26,13 +26,13 @@ class JoinedWorker:
 
 
 class World(Protocol[T_co]):
-    """The environment that runs the steps: real, simulated, or the naive one of the tests."""
+    """The environment in which steps run: an engine's, a simulation, or a naive one in tests."""
 
     def now(self) -> float:
         """Return this world's time in seconds."""
 
     def tell(self, step: ScheduledStep) -> None:
-        """Send the controls and rows of ``step`` to the R-workers. If sending fails, the R-workers are unchanged."""
+        """Send the controls and rows of ``step`` to the R-workers. If sending fails, R-workers have applied nothing."""
 
     def compute(self, step: ScheduledStep) -> T_co:
         """Compute the rows of ``step`` and return the results."""
@@ -44,10 +44,10 @@ class World(Protocol[T_co]):
         """Drop the rows of the open step, if there is one."""
 
     def wait(self) -> None:
-        """Wait a short while, or until a prefill worker has computed a prompt. Called after a step without rows."""
+        """Wait a short while, or until a prefill worker has computed a prompt. Called after steps without rows."""
 
     def transfer(self, transfer: Transfer) -> float:
-        """Copy cached tokens between R-workers and return the seconds. Raise WorkerLostError if an R-worker is lost."""
+        """Copy cached tokens between two R-workers; return the seconds. Raise WorkerLostError if either is lost."""
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
         """Return the R-workers that have joined since the last call, by index. Fill ``vacant`` indices first.
@@ -59,22 +59,22 @@ class World(Protocol[T_co]):
         """Disconnect R-worker ``worker``."""
 
     def forget(self, sequence_id: int) -> None:
-        """Drop all S-worker data of sequence ``sequence_id``; unknown ids are ignored."""
+        """Drop all that the S-worker keeps of sequence ``sequence_id``; unknown ids are ignored."""
 
     def record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int, pool: Pool) -> StepRecord:
-        """Return the record of the step that has just ended: how long the S-worker and the R-workers worked.
+        """Return the record of the step that has just ended, with the times of the S-worker and the R-workers.
         ``pool``: the R-workers and copies after the step.
         """
 
 
 class RunningCycle(Protocol):
-    """The part of a running cycle that its requests use: the scheduler, and ``finish`` to end a sequence."""
+    """The part of a running cycle that a ``Requests`` may use: the scheduler, and ``finish`` to end a sequence."""
 
     @property
     def scheduler(self) -> Scheduler: ...
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
+        """End ``sequence``, which waits or runs, for ``reason``: see ``Scheduler.finish``."""
 
 
 class Requests(Protocol[T_contra]):
@@ -90,11 +90,12 @@ class Requests(Protocol[T_contra]):
         self, cycle: RunningCycle, computed: T_contra, accepted: Mapping[int, int], spoilt: Collection[int]
     ) -> int:
         """Append the sampled tokens to all sequences except ``spoilt``; return how many were appended.
-        Fork siblings with the scheduler of ``cycle``, and end finished sequences with ``cycle.finish``.
+        Fork a request's further samples by the scheduler of ``cycle``, and end finished sequences with
+        ``cycle.finish``.
         """
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
-        """Finish the request of ``sequence``, for which no remaining R-worker has room.
+        """Finish the request of ``sequence`` with an error: no remaining R-worker has memory for it.
 
-        The scheduler has dropped it.
+        The scheduler has dropped the sequence already.
         """

@@ -23,32 +23,32 @@ T = TypeVar("T")
 class Companion:
     """A helper that works between steps: prefill workers, a drafter, R-workers that join and leave.
 
-    ``s_seconds``, ``wait_seconds``: seconds that the S-worker spent on this companion, computing or waiting, outside
-    the step itself. ``rests``: True while ``before`` has nothing to do.
+    ``s_seconds``, ``wait_seconds``: seconds between steps in which the S-worker computed for this companion, or waited
+    for it. ``rests``: True while ``before`` has nothing to do.
     """
 
     s_seconds = wait_seconds = 0.0
     rests = False
 
     def joined(self, worker: int) -> None:
-        """Handle the R-worker that has joined as index ``worker``."""
+        """Note that an R-worker has joined as index ``worker``."""
 
     def before(self, cycle: Cycle) -> None:
-        """Do this companion's pending work between two steps, unless it rests; Ctrl-C does not interrupt it."""
+        """Do pending work between two steps, unless this companion rests. Ctrl-C waits for the end of this call."""
 
     def prepare(self, cycle: Cycle) -> None:
-        """Do this companion's pending work right before a step is scheduled; Ctrl-C may interrupt it."""
+        """Do pending work right before a step is scheduled. Ctrl-C may interrupt this call."""
 
     def begun(self, step: ScheduledStep) -> None:
-        """Record that the R-workers have received ``step``."""
+        """Note that the R-workers have received ``step``."""
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
-        """Handle the R-workers' ``report`` of a step, or of controls that were sent without rows.
-        Lost R-workers are already handled; R-workers that ask to leave are not.
+        """Handle ``report``, which the R-workers sent after a step or after controls without rows.
+        Lost R-workers are already removed; those that ask to leave are not.
         """
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """Handle the end of a committed step; ``heard`` was called before."""
+        """Handle the end of a committed step. ``heard`` was called with the same report before."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop all data of a sequence that has ended or lost its cache; unknown ids are ignored."""
@@ -57,7 +57,7 @@ class Companion:
 class Cycle(Generic[T]):
     """The engine's loop. A turn runs the companions, then schedules, sends, computes, commits and records one step.
 
-    ``on_step`` is called with the record of every step that had rows, or sampled the first tokens of prompts from
+    ``on_step`` is called with the record of each step that had rows, or sampled the first tokens of prompts from
     prefill workers.
     """
 
@@ -99,10 +99,10 @@ class Cycle(Generic[T]):
         with interrupts_deferred():
             self._before()
             self.tell()
-            self._before()  # an idle R-worker that asks to leave may go at once
+            self._before()  # an R-worker that asks to leave and holds no sequence can leave at once
 
     def tell(self) -> tuple[int, ...]:
-        """Send the pending controls without rows; return the R-workers that turn out to be lost."""
+        """Send the pending controls without rows; return the R-workers that are lost."""
         with interrupts_deferred():
             self._tell_world(self.scheduler.controls_alone())
             try:
@@ -114,7 +114,7 @@ class Cycle(Generic[T]):
         return report.lost
 
     def settle(self) -> None:
-        """Send the pending controls if no sequence waits or runs, so that idle R-workers free all released blocks."""
+        """Send the pending controls if no sequence waits or runs, so that R-workers free all released blocks."""
         if self.scheduler.store.workers.has_controls and not self.scheduler.has_unfinished:
             self.tell()
 
@@ -130,7 +130,7 @@ class Cycle(Generic[T]):
 
     def doubt(self) -> list[int]:
         """Let all running sequences be recomputed, and forget all prefixes; return the ids of these sequences.
-        An R-worker was found at fault. Its results may have affected tokens that any R-worker has cached.
+        An R-worker was found at fault, so any cached token may be wrong, on any R-worker.
         """
         doubtful = self.scheduler.members.doubt()
         for sequence_id in doubtful:
@@ -138,7 +138,7 @@ class Cycle(Generic[T]):
         return doubtful
 
     def finish(self, sequence: TokenSequence, reason: str) -> None:
-        """End ``sequence`` for ``reason``, whether it waits or runs: see ``Scheduler.finish``."""
+        """End ``sequence``, which waits or runs, for ``reason``: see ``Scheduler.finish``."""
         self.scheduler.finish(sequence, reason)
         self.forget(sequence.sequence_id)
 
@@ -168,7 +168,7 @@ class Cycle(Generic[T]):
 
     @property
     def _awaits(self) -> bool:
-        """True while prefill workers compute prompts, or sequences wait for parked prefixes."""
+        """True while a prompt is with prefill workers, or a sequence waits for a parked prefix."""
         return len(self.scheduler.remote_prompts) > 0 or self.scheduler.queue.num_aside > 0
 
     def _compute(self, step: ScheduledStep) -> T:
@@ -186,7 +186,7 @@ class Cycle(Generic[T]):
             raise
 
     def _end(self, step: ScheduledStep, computed: T) -> None:
-        """Commit ``step`` on the R-workers and in the scheduler, and give its tokens to the requests."""
+        """Commit ``step`` on the R-workers and in the scheduler; pass its tokens to the requests."""
         try:
             report = self.world.end_step()
         except BaseException:
@@ -203,7 +203,7 @@ class Cycle(Generic[T]):
             self._record(step, report, num_output_tokens)
 
     def _hear(self, report: StepReport) -> list[int]:
-        """Handle lost and leaving R-workers; return the ids of sequences that lost cached tokens."""
+        """Handle the lost and leaving R-workers in ``report``; return the ids of sequences that lost cached tokens."""
         self._lost += report.lost
         spoilt = self.lose(report.lost)
         if report.is_doubtful:
@@ -214,7 +214,7 @@ class Cycle(Generic[T]):
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
         """Record the step.
-        The record includes the companions' seconds; the times that the scheduler learns from do not.
+        The record includes the companions' seconds. The scheduler learns step times without them.
         """
         report = replace(report, lost=self._lost) if self._lost else report
         record = self.world.record(step, report, num_output_tokens, self.scheduler.store.pool)
@@ -226,7 +226,7 @@ class Cycle(Generic[T]):
             self.on_step(record)
 
     def _forget_prompts_that_left(self) -> None:
-        """Drop the S-worker data of preempted prompts, since other prompts need their scratch memory."""
+        """Drop what the S-worker keeps of preempted prompts, since other prompts need this memory."""
         left = self.scheduler.store.residents.left_scratch
         while left:
             self.forget(left.pop())

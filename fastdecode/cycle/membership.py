@@ -1,4 +1,4 @@
-"""The companion that adds and removes R-workers, and moves sequences between them."""
+"""The companion that adds R-workers that join, removes those that leave, and moves sequences between R-workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Membership(Companion):
     """Between steps: adds R-workers that join, moves sequences, and removes drained R-workers.
     Sequences move one by one as bytes, for at most the duration of the last step. So other sequences wait at most twice
-    as long for a token. ``changes``: counts of R-workers and sequences that joined, left, were lost or moved.
+    as long for a token. ``changes``: counts of R-workers that joined, left or were lost, and of sequences that moved.
     """
 
     def __init__(self, now_seconds: float = 0.0, names: Iterable[str] = ()) -> None:
@@ -28,7 +28,6 @@ class Membership(Companion):
         self._names = dict(enumerate(names))
 
     def before(self, cycle: Cycle) -> None:
-        """Add R-workers that have joined, move sequences, and remove drained R-workers."""
         now, workers = cycle.world.now(), cycle.scheduler.store.workers
         self.admit(cycle)
         if len(workers) > 1:
@@ -54,7 +53,7 @@ class Membership(Companion):
         self._leaving(cycle.scheduler, report.leaving)
 
     def drain(self, scheduler: Scheduler, worker: int) -> None:
-        """Start draining R-worker ``worker``. Raise ConfigError if there is no such R-worker."""
+        """Begin to move the sequences of R-worker ``worker`` away. Raise ConfigError if there is no such R-worker."""
         if worker not in scheduler.store.workers.present:
             raise ConfigError(f"there is no R-worker {worker}; there are {scheduler.store.workers.present}")
         scheduler.members.drain(worker)
@@ -80,8 +79,8 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """Move sequences until ``deadline`` (world seconds), at least one if a move is due.
-        After a loss the scheduler is asked again, since a chosen move may have lost its room, source or sequence.
+        """Move sequences until ``deadline`` in the world's seconds, at least one if the scheduler asks for it.
+        If an R-worker is lost meanwhile, the scheduler is asked for other moves.
         """
         scheduler = cycle.scheduler
         while transfer := scheduler.transfers.begin_next():
@@ -92,9 +91,9 @@ class Membership(Companion):
             try:
                 seconds = cycle.world.transfer(transfer)
             except WorkerLostError:
-                return  # the next step finds out which R-worker is lost
+                return  # the next step reports the loss
             scheduler.transfers.done(transfer, seconds)
-            # A transfer ends when its last piece is copied; until then the next pass copies another piece
+            # a transfer is copied in pieces, one per pass
             ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends

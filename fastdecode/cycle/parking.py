@@ -1,4 +1,4 @@
-"""The companion that parks unused prefixes on R-workers' disks, and loads them back when needed."""
+"""The companion that parks unused prefixes on R-workers' disks, and loads them back when they are needed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Disk:
-    """The disk of an R-worker, valid while the scheduler's ``WorkerState`` at ``index`` is ``state``.
+    """The disk of an R-worker, valid as long as the scheduler's ``WorkerState`` at ``index`` is ``state``.
     ``wishes``: sequences that wait for parked prefixes, oldest first. ``waking``: the prefix that is being loaded for
-    the first of them. ``parking``: the prefix that is being written, and its block hashes as of the first write.
+    the first of them. ``parking``: the prefix that is being written, and its block hashes when writing began.
     """
 
     index: int
@@ -42,7 +42,7 @@ class _Disk:
 
 class Parking(Companion):
     """Between steps: loads prefixes from R-workers' disks, then parks unused ones there, a little each time.
-    ``parked_bytes``: bytes on each R-worker's disk by its last report, by index.
+    ``parked_bytes``: by index of R-worker, bytes on its disk when it last reported.
     """
 
     def __init__(self, parks: Parks, model: str, r_workers: Sequence[RWorkerInfo]) -> None:
@@ -60,7 +60,7 @@ class Parking(Companion):
             self.rests = False
 
     def before(self, cycle: Cycle) -> None:
-        """Load and park for ``BUSY_SECONDS``, or ``IDLE_SECONDS`` if no sequence runs or waits for room."""
+        """Load and park for ``BUSY_SECONDS``, or for ``IDLE_SECONDS`` if no sequence can run now."""
         scheduler, now = cycle.scheduler, cycle.world.now()
         scheduler.store.parked.set_clock(now)
         self._meet(scheduler)
@@ -73,7 +73,7 @@ class Parking(Companion):
         self._work(cycle, now + seconds, -1.0)
 
     def forget(self, sequence_id: int) -> None:
-        """Search the disks again when a sequence with the id ``sequence_id`` waits."""
+        """Let the disks be searched again if a sequence with this id waits later."""
         self._looked.discard(sequence_id)
 
     def finish(self, cycle: Cycle, most_seconds: float) -> None:
@@ -87,13 +87,13 @@ class Parking(Companion):
             logger.warning("%d R-workers did not park everything within %g s", left, most_seconds)
 
     def renew(self, scheduler: Scheduler, model: str) -> None:
-        """Continue with new weights, identified by ``model``. Prefixes parked with the old weights no longer match."""
+        """Continue with new weights, which ``model`` identifies. Prefixes parked with the old ones no longer match."""
         self._model = model
         for disk in list(self._disks.values()):
             self._drop(scheduler, disk)
 
     def _meet(self, scheduler: Scheduler) -> None:
-        """Add the disks of new R-workers, and drop the disks of R-workers that are lost or were replaced."""
+        """Add the disks of new R-workers, and forget those of R-workers that are lost or replaced."""
         workers = scheduler.store.workers
         for disk in list(self._disks.values()):
             if workers[disk.index] is not disk.state:
@@ -107,12 +107,12 @@ class Parking(Companion):
                     for chain in self._parks.chains(index, self._model):
                         scheduler.store.parked.chains.add(index, chain)
                 except WorkerLostError:
-                    return  # the next step finds out that this R-worker is lost
+                    return  # the next step reports the loss
                 except BackendError as error:
                     self._refused(disk, error)
 
     def _wish(self, scheduler: Scheduler) -> None:
-        """Let waiting sequences that could continue from a parked prefix wait for that prefix to load."""
+        """Set sequences aside that could continue from a parked prefix, until this is loaded."""
         parked = scheduler.store.parked
         if not len(parked.chains):
             return
@@ -125,8 +125,8 @@ class Parking(Companion):
                 self._disks[beginning.worker].wishes.append(sequence)
 
     def _work(self, cycle: Cycle, deadline: float, least_seconds: float) -> None:
-        """Load and park on all disks in turn until ``deadline`` or until nothing is left, but at least once.
-        ``least_seconds``: park prefixes unused for this long; below 0, each R-worker's own setting applies.
+        """Load and park on all disks in turn until ``deadline``, or until nothing is left to do; at least once.
+        ``least_seconds``: how long a prefix must be unused to be parked; below 0, each R-worker's own setting applies.
         """
         has_work = True
         while has_work:
@@ -137,7 +137,7 @@ class Parking(Companion):
                 try:
                     has_work |= self._wake(cycle, disk) or self._park(cycle, disk, least_seconds)
                 except WorkerLostError:
-                    return  # the next step finds out which R-worker is lost, and continues without it
+                    return  # the next step reports the loss
                 except BackendError as error:
                     self._refused(disk, error)
                     self._let_go(cycle.scheduler, disk)
@@ -153,9 +153,9 @@ class Parking(Companion):
         waking = disk.waking
         if waking is None:
             return False
-        disk.parking = None  # the R-worker discards a partly written prefix to make room
+        disk.parking = None  # the R-worker deletes a partly written prefix itself
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # pending releases may free the blocks that loading needs
+            cycle.tell()  # releases that are not sent yet may free the blocks that loading needs
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         beginning = waking.beginning
@@ -176,7 +176,7 @@ class Parking(Companion):
         return True
 
     def _wish_next(self, scheduler: Scheduler, sequence: TokenSequence, before: Beginning) -> bool:
-        """Let ``sequence`` wait for its next parked segment, perhaps on another disk; return False if there is none."""
+        """Let ``sequence`` wait for its prefix's next parked segment, on any disk; return False if there is none."""
         following = scheduler.store.parked.wanted(sequence) if scheduler.queue.is_aside(sequence) else None
         disk = self._disks.get(following.worker) if following and following.start > before.start else None
         if disk is None or disk.is_refusing:
@@ -186,7 +186,7 @@ class Parking(Companion):
 
     def _begin(self, scheduler: Scheduler, disk: _Disk, parked: Parked) -> Waking | None:
         """Begin to load the prefix that the first waiting sequence needs.
-        Return None if that sequence has ended, needs no prefix, or has no room.
+        Return None if that sequence has ended, needs no prefix any more, or if there are too few free blocks.
         """
         sequence = disk.wishes[0]
         if not scheduler.queue.is_aside(sequence):
@@ -208,7 +208,7 @@ class Parking(Companion):
             disk.parking = None  # the prefix was evicted meanwhile
             return True
         if scheduler.store.workers.has_controls:
-            cycle.tell()  # the FORK control that creates the prefix may be pending
+            cycle.tell()  # the FORK control that creates the prefix may not be sent yet
             if scheduler.store.workers[disk.index] is not disk.state:
                 return False
         superseded = parked.superseded(prefix)
@@ -242,8 +242,8 @@ class Parking(Companion):
         del self._disks[disk.index]
 
     def _let_go(self, scheduler: Scheduler, disk: _Disk, is_gone: bool = False) -> None:
-        """Start the sequences that wait for ``disk`` without their prefixes.
-        Release a partly loaded prefix unless the R-worker ``is_gone``.
+        """Let the sequences that wait for ``disk`` start without their prefixes.
+        Release a partly loaded prefix, unless its R-worker ``is_gone``.
         """
         if disk.waking and not is_gone:
             scheduler.store.parked.failed(disk.waking)

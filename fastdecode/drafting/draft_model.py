@@ -33,7 +33,7 @@ class Held:
         return self.num_known + len(self.drafts)
 
     def rewind(self, text: Draft) -> bool:
-        """Keep the cached tokens that agree with ``text`` without its last token; return True if some were dropped."""
+        """Drop rejected drafts and the last known token, which is the next input; return True if any was dropped."""
         before, most = self.num_cached, text.num_tokens - 1
         while self.drafts and self.num_known < most and text.tokens(self.num_known, 1) == self.drafts[:1]:
             del self.drafts[0]
@@ -44,7 +44,7 @@ class Held:
 
 
 class DraftCache:
-    """The scheduler's view of the draft model's cache: tokens per sequence, and controls not yet sent."""
+    """Records which tokens the draft model's R-worker caches, and collects the controls to send to it."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.free = num_blocks
@@ -57,7 +57,7 @@ class DraftCache:
         return len(self._held)
 
     def use(self, text: Draft) -> Held:
-        """Return the cached tokens of the sequence of ``text``, after dropping those that differ from ``text``."""
+        """Mark the sequence as used last; return its cached tokens after dropping rejected drafts (``Held.rewind``)."""
         held = self._held.setdefault(text.sequence_id, Held())
         self._held.move_to_end(text.sequence_id)
         if held.rewind(text):
@@ -65,11 +65,11 @@ class DraftCache:
         return held
 
     def chunk(self, text: Draft, token_ids: list[int], samples: bool) -> Chunk:
-        """Return the chunk that appends ``token_ids`` to the cached tokens of the sequence of ``text``."""
+        """Return a chunk that appends ``token_ids`` to the sequence's cached tokens."""
         return Chunk(text.sequence_id, 0, self._held[text.sequence_id].num_cached, token_ids, samples=samples)
 
     def add(self, text: Draft, token_ids: list[int]) -> None:
-        """Record that ``token_ids``, the next tokens or drafts of ``text``, are now cached."""
+        """Record that ``token_ids``, which follow the sequence's cached tokens, are now cached."""
         held = self._held[text.sequence_id]
         if held.num_known < text.num_tokens:
             held.num_known += len(token_ids)
@@ -78,8 +78,8 @@ class DraftCache:
 
     def reserve(self, sequence_id: int, num_tokens: int, in_use: Collection[int], after: Sequence[int]) -> bool:
         """Reserve blocks for ``num_tokens`` tokens of a sequence; return False if too few blocks are free.
-        If the cache is full, drop sequences that are not ``in_use``, least recently used first. If too few
-        blocks are free even then, and this sequence has cached tokens, drop those ``after`` it, the last one first.
+        To free blocks, drop sequences that are not ``in_use``, least recently used first. If that is not enough, and
+        this sequence has cached tokens, drop the less urgent sequences ``after``, last one first.
         """
         held = self._held[sequence_id]
         more = max(0, -(-num_tokens // self.block_size) - held.num_blocks)
@@ -105,8 +105,8 @@ class DraftCache:
 
 class DraftModelDrafter:
     """Runs a draft model over prompts and outputs, then over its own drafts. Its R-worker is in this process.
-    It computes at most ``most_rows`` prompt and output tokens per step. It drafts for a sequence once all
-    its tokens are cached. ``cache``: the tokens and blocks that the R-worker holds for each sequence.
+    A step computes at most ``most_rows`` prompt and output tokens. A sequence gets drafts once its whole prompt and
+    output are cached. ``cache``: the tokens and blocks that the R-worker holds for each sequence.
     """
 
     def __init__(self, s_worker: SWorker, num_blocks: int, block_size: int, most_rows: int) -> None:
@@ -117,19 +117,19 @@ class DraftModelDrafter:
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
         """See ``Drafter``. The result omits sequences whose prompt or output is not yet fully cached."""
-        drafts = self._read([Draft(each) for each in requests])
+        drafts = self._catch_up([Draft(each) for each in requests])
         while growing := [each for each in drafts if each.wants_more]:
             self._pass([(each, [each.token_ids[-1]]) for each in growing], growing)
         return {each.sequence_id: each.token_ids for each in drafts}
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Drafter``. When no sequence is cached any more, send the releases to the R-worker at once."""
+        """See ``Drafter``. When the cache is empty, send the pending releases to the R-worker at once."""
         self.cache.drop(sequence_id)
         if not len(self.cache) and self.cache.controls:
             self._pass([], [])
 
-    def _read(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Compute uncached prompt and output tokens, fewest first; return the drafts that now have a first token."""
+    def _catch_up(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Cache missing prompt and output tokens; return the drafts of complete sequences, with a first draft token."""
         missing = {each.sequence_id: each.num_tokens - self.cache.use(each).num_cached for each in drafts}
         in_order = sorted(drafts, key=lambda each: (missing[each.sequence_id], each.sequence_id))
         ids = [each.sequence_id for each in in_order]
@@ -147,7 +147,7 @@ class DraftModelDrafter:
         return whole
 
     def _pass(self, parts: Sequence[tuple[Draft, list[int]]], growing: Sequence[Draft]) -> None:
-        """Run one step of the draft model: cache the tokens of ``parts``; sample a token for each of ``growing``."""
+        """Run one step of the draft model: cache the tokens of ``parts``; append a new token to each of ``growing``."""
         cache, backend = self.cache, self.s_worker.backend
         sampled = {each.sequence_id for each in growing}
         chunks = [cache.chunk(each, tokens, each.sequence_id in sampled) for each, tokens in parts]

@@ -29,8 +29,9 @@ def make_drafter(
     lead: Lead | None = None,
 ) -> Drafter:
     """Return the drafter for ``speculative``; ``cleanup`` closes it.
-    ``make_backend``: makes the R-worker of a draft model. ``lead``: lets other ranks compute the first layers too.
-    Raise ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model that cannot draft.
+    ``make_backend``: makes the R-worker of a draft model. ``lead``: with tensor parallelism, makes the other ranks
+    compute early-exit passes too. Raise ConfigError, ModelLoadError, UnsupportedModelError or CapacityError for a model
+    that cannot draft.
     """
     if speculative.method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
@@ -68,16 +69,16 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         raise type(error)(f"speculative_config: model {speculative.model!r}: {error}") from error
     if not draft.layout.rewinds(1):
         raise ConfigError(
-            f"speculative_config: model {speculative.model!r} keeps a state per sequence, which cannot go back to the "
-            f"token before a draft that is refused"
+            f"speculative_config: model {speculative.model!r} has recurrent layers, whose states cannot be "
+            f"rewound after a rejected draft: choose a model without such layers"
         )
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"speculative_config: model {speculative.model!r} has a vocabulary of {draft.vocab_size} tokens, and the "
-            f"model it is to draft for one of {model.vocab_size}; they must be the same"
+            f"speculative_config: draft model {speculative.model!r} has a vocabulary of {draft.vocab_size} tokens, "
+            f"and the target model one of {model.vocab_size}; they must be the same"
         )
     if not model.shares_tokenizer(own):
         raise ConfigError(
-            f"speculative_config: model {speculative.model!r} has another tokenizer than the model it is to draft for"
+            f"speculative_config: draft model {speculative.model!r} has another tokenizer than the target model"
         )
     return draft

@@ -16,8 +16,9 @@ from fastdecode.sworker.sampling import SampledToken, SamplingRow
 @dataclass(eq=False)
 class Draft:
     """The tokens drafted for ``request``.
-    They are drawn with the same random numbers as the model's own tokens, so that both agree if the probabilities
-    nearly do. Grammars are not applied here; forbidden tokens are cut off later.
+    A draft token is drawn with the random number that the model will use for the same position. So draft and model
+    mostly agree if their probabilities are close. Grammars are not applied here; tokens that they forbid are cut off
+    later.
     """
 
     request: DraftRequest
@@ -41,7 +42,6 @@ class Draft:
 
     @property
     def sequence_id(self) -> int:
-        """The id of the sequence that is drafted for."""
         return self.request.sequence_id
 
     def tokens(self, start: int, count: int) -> list[int]:
@@ -63,7 +63,7 @@ class Draft:
 
 
 def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> None:
-    """Compute the open ``step``, and append to each draft the token sampled from its last row."""
+    """Run the forward pass of ``step``, which R-workers have begun; append a sampled token to each of ``drafts``."""
     sampled = s_worker.run(step, {each.sequence_id: [each.sampling_row] for each in drafts})
     for each in drafts:
         each.take(sampled[each.sequence_id][0])
@@ -71,9 +71,9 @@ def draw(s_worker: SWorker, step: ScheduledStep, drafts: Sequence[Draft]) -> Non
 
 class EarlyExitDrafter:
     """Drafts with the model's own first layers, norm and head.
-    Keys and values of those layers are the model's own. Each pass is a step in which R-workers see only the first
-    layers. The pass is abandoned afterwards, so that it leaves no tokens in the cache. A pass recomputes the last token
-    and all earlier drafts, for which R-workers read the cache once.
+    A pass is a step of these layers only, over the keys and values that the model has cached. The step is abandoned
+    afterwards, so that no draft stays in the cache. Therefore each pass computes the last output token and all earlier
+    drafts again.
     """
 
     def __init__(self, s_worker: SWorker, num_mini_batches: int) -> None:
@@ -82,7 +82,7 @@ class EarlyExitDrafter:
         self._num_mini_batches = num_mini_batches
 
     def propose(self, requests: Sequence[DraftRequest], pending: PendingControls) -> dict[int, list[int]]:
-        """See ``Drafter``. The next step's report names R-workers that are lost while drafting."""
+        """See ``Drafter``. If an R-worker is lost during drafting, the next step's report names it."""
         by_load = sorted(requests, key=lambda each: (each.worker, -each.num_cached))
         drafts = [Draft(each) for each in by_load]
         while growing := [each for each in drafts if each.wants_more]:
@@ -94,10 +94,10 @@ class EarlyExitDrafter:
         return {each.sequence_id: each.token_ids for each in drafts}
 
     def forget(self, sequence_id: int) -> None:
-        """See ``Drafter``."""
+        """Do nothing, since this drafter stores nothing about sequences."""
 
     def _begin(self, drafts: Sequence[Draft], pending: PendingControls) -> ScheduledStep:
-        """Send the ``pending`` controls, and open a step with the last token and drafts of each of ``drafts``."""
+        """Send the ``pending`` controls, and begin a step with each sequence's last output token and its drafts."""
         decodes = MiniBatch.of(map(_chunk, drafts))
         with interrupts_deferred():
             told = pending.controls_alone()

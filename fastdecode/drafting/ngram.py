@@ -1,4 +1,4 @@
-"""Draft tokens by look-up: tokens that followed an earlier occurrence of the last ones (vLLM's ngram)."""
+"""Draft tokens by look-up: those that followed an earlier occurrence of a sequence's last tokens (vLLM's ngram)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NgramDrafter:
     """Drafts from each sequence's own prompt and output."""
 
     def __init__(self, least: int, most: int) -> None:
-        """``least``, ``most``: how many last tokens must occur earlier; ``most`` is tried first."""
+        """``least``, ``most``: see ``continuation``."""
         self._least, self._most = least, most
         self._histories: dict[int, History] = {}
 
@@ -41,11 +41,9 @@ class History:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The tokens, int64 [num_tokens]."""
         return self._buffer[: self.num_tokens]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append ``token_ids``."""
         end = self.num_tokens + len(token_ids)
         if end > len(self._buffer):
             self._buffer = np.append(self.tokens, np.zeros(end + 16, np.int64))
@@ -54,14 +52,14 @@ class History:
 
 
 def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[int]:
-    """Return ``count`` tokens that followed an earlier occurrence of the last ``least`` to ``most`` of ``tokens``.
-    Among occurrences, the longest match wins, then the latest one. A continuation that reaches the end of ``tokens``
-    wraps around to its own start. The result is empty if no match has ``least`` tokens.
+    """Return ``count`` draft tokens: those that followed an earlier occurrence of the last of ``tokens``.
+    An occurrence must match at least ``least`` last tokens; without one the result is empty. The longest match wins, up
+    to ``most`` or 64 tokens, then the latest. A draft that reaches the end of ``tokens`` starts again at its own
+    beginning.
     """
     places = np.flatnonzero(tokens[:-1] == tokens[-1])
-    # At each earlier occurrence, ``look_back`` tokens are compared with the last ones; the longest match wins
     agreeing, look_back = 1, max(most, 64)
-    # While more than ``few`` occurrences are left, one more token must match, up to ``close`` or ``least`` tokens
+    # If there are more than ``few`` occurrences, those with short matches are dropped first: comparing all is slow
     few = 32
     close = 8
     while len(places) > few and agreeing < max(least, close):
@@ -72,7 +70,7 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
         places, agreeing = longer, agreeing + 1
     if not len(places):
         return []
-    furthest = _agreeing(tokens, places[-few:], min(look_back, len(tokens)))
+    furthest = _match_lengths(tokens, places[-few:], min(look_back, len(tokens)))
     if furthest.max() < least:
         return []
     start = int(places[-few:][len(furthest) - 1 - furthest[::-1].argmax()]) + 1
@@ -80,9 +78,9 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
     return tokens[start + np.arange(count) % period].tolist()
 
 
-def _agreeing(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
-    """Return how many tokens, back from each of ``places``, equal the last ones of ``tokens``: int64 [len(places)].
-    The count stops at ``look_back``.
+def _match_lengths(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
+    """Return how many tokens match when those that end at each of ``places`` are compared with the last of ``tokens``.
+    The result is int64 [len(places)], at most ``look_back``.
     """
     back = np.arange(look_back)
     at = places[:, None] - back

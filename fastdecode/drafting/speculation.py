@@ -11,12 +11,12 @@ from fastdecode.cycle import Companion, Cycle
 class Speculation(Companion):
     """Drafts tokens for the next step of an engine.
 
-    A draft is accepted if the sampler draws the same token from the model's logits. So tokens, seeds and
+    The step accepts a draft token if the sampler draws the same token from the model's logits. So tokens, seeds and
     log-probabilities equal those of decoding without drafts. For a drafter that names one token this is rejection
-    sampling (Leviathan et al., 2023; Chen et al., 2023). Token d is accepted with the model's probability p(d);
-    otherwise another x is drawn with p(x) / (1 - p(d)).
+    sampling (Leviathan et al., 2023; Chen et al., 2023): token d is accepted with the model's probability p(d);
+    otherwise another token x is drawn with probability p(x) / (1 - p(d)).
 
-    ``s_seconds``, ``wait_seconds``: seconds of model code, and of waiting for R-workers, for the last drafts.
+    ``s_seconds``, ``wait_seconds``: the last drafting's seconds of model code, and of waiting for R-workers.
     """
 
     def __init__(self, drafter: Drafter, in_flight: InFlight, clock: StateClock) -> None:
@@ -26,7 +26,7 @@ class Speculation(Companion):
         self._in_flight = in_flight
 
     def prepare(self, cycle: Cycle) -> None:
-        """Draft for the sequences to which the scheduler grants draft tokens."""
+        """Draft tokens for the sequences that the scheduler chooses, as many as it grants to each."""
         self.s_seconds = self.wait_seconds = 0.0
         scheduler = cycle.scheduler
         wanted = scheduler.drafts.grant()
@@ -39,7 +39,8 @@ class Speculation(Companion):
         after = self._clock.snapshot()
         self.s_seconds, self.wait_seconds = (after[state] - before[state] for state in (MODEL, WAIT))
         policy = scheduler.drafts.policy
-        if policy and len(proposed) == len(wanted):  # otherwise, some passes may have computed prompts
+        # If drafts are missing, the drafter has computed prompts instead: that time would mislead the policy.
+        if policy and len(proposed) == len(wanted):
             policy.observe_drafting(len(wanted), max(wanted.values()), cycle.world.now() - start)
 
     def forget(self, sequence_id: int) -> None:

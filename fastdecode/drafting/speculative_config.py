@@ -18,11 +18,11 @@ _OF_METHOD = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "draft_model"
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """The drafting method, with at most ``num_speculative_tokens`` per sequence and step.
+    """A drafting method, and its settings. It drafts at most ``num_speculative_tokens`` per sequence and step.
 
-    ngram: what followed an earlier occurrence of the last ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.
-    draft_model: the output of ``model``, a smaller one with the same vocabulary. early_exit: the output of the model's
-    own first ``num_layers`` layers, norm and head.
+    ngram: the tokens that followed an earlier occurrence of the sequence's last ``prompt_lookup_min`` to
+    ``prompt_lookup_max`` tokens. draft_model: tokens that ``model`` generates, a smaller model with the same
+    vocabulary. early_exit: tokens that the model's own first ``num_layers`` layers, norm and head generate.
     """
 
     method: str
@@ -46,12 +46,12 @@ class SpeculativeConfig:
         known = {"method", "num_speculative_tokens", *_OF_METHOD[method]}
         if unknown := sorted(set(settings) - known):
             elsewhere = {each.name for each in fields(SpeculativeConfig)} & set(unknown)
-            what = "is not for it" if elsewhere else "is unknown"
+            what = "is for another method" if elsewhere else "is unknown"
             raise ConfigError(
                 f"speculative_config: method {method} takes {', '.join(sorted(known - {'method'}))}; "
                 f"{unknown[0]!r} {what}"
             )
-        # Most draft tokens of a sequence in a step; a larger setting is taken for a typing error
+        # Limit of draft tokens per sequence and step: a larger setting is most likely a typing error
         max_speculative_tokens = 64
         count = _whole(settings, "num_speculative_tokens", 1, max_speculative_tokens)
         if method == "ngram":
@@ -68,13 +68,13 @@ class SpeculativeConfig:
             return SpeculativeConfig(method, count, num_layers=_whole(settings, "num_layers", 1, 1 << 16))
         model = settings.get("model")
         if not isinstance(model, str) or not model:
-            raise ConfigError(f"speculative_config: draft_model needs a model, a path or an id, not {model!r}")
+            raise ConfigError(f"speculative_config: draft_model needs a model, given as a path or an id, not {model!r}")
         return SpeculativeConfig(method, count, model=model)
 
 
 def _whole(settings: Mapping[str, Any], name: str, least: int, most: int) -> int:
     if name not in settings:
-        raise ConfigError(f"speculative_config: {name} is missing, a whole number from {least} to {most}")
+        raise ConfigError(f"speculative_config: {name} is missing: give a whole number from {least} to {most}")
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"speculative_config: {name} must be a whole number from {least} to {most}, not {value!r}")

@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Continuous batching over one S-worker and its R-workers. Use it from one thread.
     Call ``add_request`` and ``abort_request`` between calls of ``step``, which advances every running request by one
-    token. ``cycle`` runs the steps in ``world``. Its companions are ``membership``, and if present ``prefills`` and
-    ``speculation``. ``r_workers``: all R-workers there have ever been, by index. ``in_flight``: unfinished requests.
-    ``journal``: records these requests. ``trouble``: why requests wait and no step runs; "" if steps run.
+    token. ``cycle`` runs the steps in ``world``. Before and after a step it calls its companions: ``membership``,
+    ``parking``, ``prefills`` and ``speculation`` (each but the first may be None). ``r_workers``: by index, lost ones
+    too. ``in_flight``: unfinished requests. ``journal``: records these requests. ``trouble``: why no step can run; ""
+    if steps run.
     """
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
@@ -76,7 +77,7 @@ class LLMEngine:
 
     @property
     def on_step(self) -> Callable[[StepRecord], None] | None:
-        """A function called with a :class:`StepRecord` after every step that had rows or sampled."""
+        """A function that is called with a :class:`StepRecord` after each step that had rows or sampled tokens."""
         return self.cycle.on_step
 
     @on_step.setter
@@ -120,7 +121,7 @@ class LLMEngine:
         self._attempt(self.cycle.settle, waits=False)
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request waits, runs, or has ended without its output being returned."""
+        """Return whether a request waits or runs, or has an output that ``step`` has not returned."""
         return len(self._requests) > 0
 
     def step(self) -> list[RequestOutput]:
@@ -132,22 +133,22 @@ class LLMEngine:
         return self._requests.take_outputs()
 
     def look_around(self) -> None:
-        """Find R-workers that joined or are lost, while the engine has no requests.
-        Raise WorkerLostError if none is left and none has joined in time.
+        """Check, while the engine has no requests, which R-workers have joined and which are lost.
+        Raise WorkerLostError if none has been left for ``wait_for_r_workers`` seconds.
         """
         if not self.has_unfinished_requests():
             self._attempt(self.cycle.look_around)
 
     def drain_r_worker(self, index: int) -> None:
-        """Drain R-worker ``index`` of ``r_workers``; it leaves once its sequences have moved, some steps later.
+        """Move all sequences away from R-worker ``index`` of ``r_workers`` in the next steps; then the R-worker leaves.
         Raise ConfigError if there is no such R-worker. The last R-worker stays until another has joined.
         """
         self.membership.drain(self.scheduler, index)
 
     def score(self, token_ids: list[int]) -> np.ndarray:
-        """Return the natural-log probability of every token after the first, given its predecessors: float32 [len - 1].
+        """Return the natural log-probability of every token after the first, given all before it: float32 [len - 1].
 
-        All attention runs on the first R-worker present, over the cache in its storage dtype. The engine must be idle.
+        The first R-worker present computes all attention, over its cache in the KV dtype. The engine must be idle.
         """
         if self.has_unfinished_requests():
             raise RequestError("score needs an idle engine: finish or abort its requests first")
@@ -155,7 +156,7 @@ class LLMEngine:
         first = self.scheduler.store.workers.present[0]
         if len(token_ids) > (room := self.r_workers[first].num_blocks * self.config.block_size):
             raise RequestError(f"score keeps a sequence on one R-worker, which has room for {room} tokens: give fewer")
-        self._forget_prefixes()  # scoring may fill the cache, and the scheduler does not count it
+        self._forget_prefixes()  # scoring may need every block of the cache
         chunk = Chunk(next(self._ids), first, 0, token_ids, scored=True)
         logprobs = self.world.score(ScheduledStep((MiniBatch.of([chunk]),), tuple(() for _ in self.r_workers)))
         if self.cycle.tell():
@@ -165,7 +166,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Evict every retained prefix, for instance after the weights changed; running requests continue.
 
-        This engine no longer finds prefixes parked before; a later engine does.
+        This engine no longer uses prefixes that were parked before this call; a later engine does.
         """
         if self.parking:
             self.parking.renew(self.scheduler, f"{self.s_model.kv_identity} {secrets.token_hex(16)}")
@@ -181,33 +182,33 @@ class LLMEngine:
         self._cleanup.close()
 
     def _attempt(self, work: Callable[[], object], waits: bool = True) -> None:
-        """Call ``work`` if an R-worker is there; else, if ``waits``, check for one.
-        Raise WorkerLostError after too long.
+        """Call ``work`` if an R-worker is present, or if ``waits`` and one has joined since.
+        Raise WorkerLostError if there has been none for ``wait_for_r_workers`` seconds.
         """
         try:
-            if not self.trouble or (waits and self._has_come()):
+            if not self.trouble or (waits and self._admitted_one()):
                 work()
         except NoRWorkerError as error:
             seconds = self.config.wait_for_r_workers
             self.trouble, self._deadline = str(error), time.monotonic() + seconds
             logger.warning("%s: waiting for one, %g s at most", error, seconds)
 
-    def _has_come(self) -> bool:
-        """Add R-workers that have joined, then handle the loss of the others; return whether one has joined."""
+    def _admitted_one(self) -> bool:
+        """Add R-workers that have joined, and handle the loss of all earlier ones; return whether any has joined."""
         with interrupts_deferred():
             if self.membership.admit(self.cycle):
                 self.trouble = ""
                 self.cycle.tell()
                 return True
         if time.monotonic() > self._deadline:
-            raise WorkerLostError(f"{self.trouble}; none came within {self.config.wait_for_r_workers:g} s")
-        # Seconds between two checks for an R-worker while there is none
+            raise WorkerLostError(f"{self.trouble}; none joined within {self.config.wait_for_r_workers:g} s")
+        # Seconds between two checks whether an R-worker has joined
         look_seconds = 0.05
         time.sleep(look_seconds)
         return False
 
     def _park_rest(self) -> None:
-        """Park unused prefixes on R-workers' disks, for at most END_SECONDS."""
+        """Park prefixes that no request uses on R-workers' disks; stop after END_SECONDS."""
         if self.parking and not self.trouble:
             with contextlib.suppress(BackendError):
                 self.parking.finish(self.cycle, END_SECONDS)

@@ -1,4 +1,4 @@
-"""The cycle's real world: an S-worker, its R-workers, the process's clock, and the engine's requests."""
+"""The ``World`` and the ``Requests`` of a real engine: its S-worker, R-workers and clock, and its requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LiveRequests:
         return len(self.in_flight) + len(self._ended)
 
     def enter(self, request: Request) -> None:
-        """Add ``request`` to the requests in flight. Some of its outputs may have ended in an earlier engine."""
+        """Add ``request`` to the requests in flight. Some of its samples may have ended in an earlier engine."""
         self.journal.enter(request)
         self.in_flight.add(request)
         for completion in request.completions:
@@ -143,9 +143,9 @@ class LiveRequests:
 
 class LiveWorld:
     """The ``World`` of an engine.
-    ``overlap``: mini-batches alternate, so that S-worker and R-workers compute at once; False only to measure the gain.
-    ``tracer``: records the busy intervals of S-worker and R-workers; None without a trace. ``clock`` records intervals
-    only with a tracer.
+    ``overlap``: mini-batches alternate, so that S-worker and R-workers compute at once; set it to False only to measure
+    what overlapping saves. ``tracer``: records the busy intervals of S-worker and R-workers; None without a trace.
+    ``clock`` keeps intervals only if there is a tracer.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class LiveWorld:
         self.backend.abandon_step()
 
     def wait(self) -> None:
-        """Wait until a prompt at the prefill workers is computed or fails, or for ``patience_seconds``."""
-        # Most seconds of one wait for prefill workers: after each step, the caller may add requests
+        """Wait until a prompt at the prefill workers is computed or fails, or for a short time."""
+        # The wait is short, since the caller can add requests only after it
         patience_seconds = 0.05
         if self._prefills:
             self._prefills.wait(patience_seconds)
@@ -222,7 +222,7 @@ class LiveWorld:
         return time.perf_counter() - start
 
     def admit(self, vacant: Sequence[int]) -> dict[int, JoinedWorker]:
-        """See ``World``. A new R-worker's measured bandwidth counts only if all R-workers measured theirs."""
+        """See ``World``. The bandwidth of a new R-worker is set only if every R-worker has measured its own."""
         joined = self.backend.admit(vacant)
         return {index: self._enter(index, info) for index, info in joined.items()}
 

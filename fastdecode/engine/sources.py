@@ -1,6 +1,7 @@
 """Attention sources: the blocks of context to which each generated token attended, for requests that ask for them.
-Before a step, the rows that need sources are tapped (``tapped``): the S-worker keeps their queries in each layer. Once
-the step's tokens are sampled, R-workers compute which share of a row's attention each block of its context has.
+Before a step, ``tapped`` chooses the rows whose tokens need sources, so that the S-worker keeps their queries in each
+layer. Once the step's tokens are sampled, R-workers compute each row's share of attention for each block of its
+context.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Sampled = dict[int, list[SampledToken]]
 
 
 class _Row(NamedTuple):
-    """A row that gives a token. ``place``: the index of this token among the sequence's tokens of the step."""
+    """A row from which a token was sampled. ``place``: the token's index among the sequence's tokens of this step."""
 
     sequence_id: int
     place: int
@@ -88,7 +89,7 @@ class AttentionSources:
         return None
 
     def _layers(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the indices of the layers that ``params`` choose, and of the index layers that these use."""
+        """Return the indices of the layers that ``params`` choose, and of index layers that pick tokens for these."""
         numbers = params.attention_source_layers
         if numbers is None:
             chosen = [each for each in self._attending if self._spec(each).window == 0]
@@ -104,14 +105,14 @@ class AttentionSources:
         return self._in_flight.family(sequence_id)[0].params
 
     def _asked(self, mini_batch: MiniBatch) -> np.ndarray:
-        """Return the indices of the chunks that sample and whose request asks for attention sources."""
+        """Return the indices of the chunks whose tokens need attention sources."""
         chunks = mini_batch.chunks
         return np.flatnonzero(chunks["samples"] & np.isin(chunks["sequence_id"], list(self._in_flight.asking)))
 
     def _taps(self, mini_batch: MiniBatch) -> np.ndarray:
-        """Return the rows that may give a token with sources: all rows of a chunk with drafts, else its last row."""
+        """Return the rows from which tokens with sources may be sampled: all of a chunk with drafts, else its last."""
         chunks, ends = mini_batch.chunks, np.cumsum(mini_batch.chunks["num_rows"])
-        rows = [np.arange(ends[each] - _num_giving(chunks[each]), ends[each]) for each in self._asked(mini_batch)]
+        rows = [np.arange(ends[each] - _num_sampled(chunks[each]), ends[each]) for each in self._asked(mini_batch)]
         return np.concatenate(rows) if rows else np.zeros(0, np.int64)
 
     def _rows(self, step: ScheduledStep, computed: Sampled) -> Iterator[_Row]:
@@ -119,7 +120,7 @@ class AttentionSources:
             chunks, ends = mini_batch.chunks, np.cumsum(mini_batch.chunks["num_rows"])
             for index in self._asked(mini_batch).tolist():
                 chunk, sequence_id = chunks[index], int(chunks[index]["sequence_id"])
-                params, count = self._params(sequence_id), _num_giving(chunk)
+                params, count = self._params(sequence_id), _num_sampled(chunk)
                 drafts = step.drafts.get(sequence_id, [])
                 given = 1 + num_accepted(computed[sequence_id], drafts) if drafts else 1
                 first = int(ends[index]) - count
@@ -130,13 +131,13 @@ class AttentionSources:
                     yield _Row(sequence_id, place, WeighedRow(number, first + place, block, layers, parts))
 
 
-def _num_giving(chunk: np.void) -> int:
-    """Return how many rows of a sampling chunk may give a token."""
+def _num_sampled(chunk: np.void) -> int:
+    """Return from how many last rows of ``chunk`` tokens may be sampled: all if it verifies drafts, else one."""
     return int(chunk["num_rows"]) if chunk["scored"] and chunk["is_decode"] else 1
 
 
 def _parts(mini_batch: MiniBatch, index: int, position: int) -> tuple[WeighedPart, ...]:
-    """Return the context of the row at ``position`` in chunk ``index``: closed segments, then the tail (or all)."""
+    """Return the segments that the row at ``position`` attends to: closed ones, then the tail or the whole sequence."""
     chunk, reads = mini_batch.chunks[index], mini_batch.reads
     parts = []
     if len(reads):

@@ -17,9 +17,9 @@ from fastdecode.scheduler.names import NO_NOTES, Notes
 
 
 def next_run(folder: str | None) -> Run:
-    """Return a new ``Run`` for an engine that will open the journal in ``folder``; it names the previous run."""
+    """Return a new ``Run``, which names the previous one, for an engine that will open the journal in ``folder``."""
     before = ""
-    # Bytes read from the beginning of the file: more than its first record takes
+    # Bytes read from the beginning of the file: enough for the first record
     head_bytes = 4096
     if folder is not None:
         with contextlib.suppress(OSError), (Path(folder) / FILE).open("rb") as file:
@@ -29,11 +29,10 @@ def next_run(folder: str | None) -> Run:
 
 
 class Journal:
-    """The journal of an engine without a journal file: it knows no earlier requests and writes nothing.
-    ``num_bytes``: size of the file. ``write_seconds``: seconds that steps have waited for writes. ``before``: name of
-    the run that wrote the journal found; "" if that run had another model. ``was_found``: whether a journal was found.
-    ``records``: whether the journal writes.
-    ``kept``: the data given to ``keep``, by name, oldest first.
+    """A journal without a file: it knows no earlier requests and writes nothing. Its subclass ``KeptJournal`` writes.
+    ``num_bytes``: size of the file. ``write_seconds``: seconds for which steps have waited for writes. ``was_found``:
+    whether an earlier run's journal was found. ``before``: that run's name; "" if that run had another model.
+    ``records``: whether the journal writes. ``kept``: the data given to ``keep``, by name, oldest first.
     """
 
     next_sequence_id = 0
@@ -47,7 +46,7 @@ class Journal:
         self.kept: dict[str, Kept] = {}
 
     def past(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Past | None:
-        """Return an earlier engine's output for the same request; None if there is none, or on a second call."""
+        """Return this request's state as an earlier engine recorded it; None if there is none, or on a second call."""
         return None
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
@@ -75,7 +74,7 @@ class Journal:
         """Record that ``request`` was aborted."""
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep ``data`` for a later engine under ``name``, replacing older data. The journal does not interpret it."""
+        """Keep ``data`` for a later engine under ``name``, replacing older data. The journal does not read ``data``."""
 
     def forget(self, name: str) -> None:
         """Drop the data kept under ``name``, if any."""

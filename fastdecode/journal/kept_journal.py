@@ -36,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class KeptJournal(Journal):
-    """A journal in a ``Place`` that outlives this process.
-    Each step is recorded before its tokens are sent. ``next_sequence_id``: greater than every recorded sequence id.
-    ``lowest_name``: the lowest recorded cache id, or 0.
+    """A journal in a ``Place`` that outlives this process. It records each step before clients get the step's tokens.
+    ``next_sequence_id``: greater than every recorded sequence id. ``lowest_name``: the lowest recorded cache id, or 0.
     """
 
     records = True
 
     def __init__(self, place: Place, fingerprint: str, run: str, epoch: int = 0) -> None:
         """Read the journal in ``place``; ``close`` closes the place too.
-        ``fingerprint``: hash of the model, dtype and seed; a journal with another fingerprint is not used. ``run``: see
-        ``Run``. ``epoch``: at least the epoch of every lease under which another engine may have written.
+        ``fingerprint``: hash of the model, dtype and seed; a journal with another fingerprint is replaced. ``run``: the
+        name of this engine's run. ``epoch``: not below the epoch of any lease under which an earlier engine has
+        written, so that this journal counts as newer.
 
         Raises:
           ConfigError: the place cannot be read or written.
@@ -126,9 +126,7 @@ class KeptJournal(Journal):
             self._write([Forgot(name)])
 
     def close(self) -> None:
-        """Close the journal.
-        Empty it if no request is left to continue: all have ended, or there were none.
-        """
+        """Close the journal. If no request remains for a later engine, empty it first."""
         with contextlib.suppress(OSError, FastDecodeError):
             is_over = not (self._written or self.kept) and (self._was_asked or not self._known)
             if self._is_kept and is_over and self._place.is_own:
@@ -176,7 +174,7 @@ class KeptJournal(Journal):
         self.num_bytes, self.write_seconds = self._chain.num_bytes, self.write_seconds + time.perf_counter() - start
 
     def _found(self) -> list[Past]:
-        """Return the recorded requests, oldest first; none if the fingerprint differs. Set the previous run's name."""
+        """Return the recorded requests, oldest first; none if the fingerprint differs. Set ``before`` to that run."""
         records = self._newest()
         if not records:
             return []
@@ -227,7 +225,7 @@ def _pasts(records: list[Record]) -> list[Past]:
 
 
 def _placed(notes: Notes) -> list[Record]:
-    """Return ``notes`` as a list of one record; an empty list if the notes are empty."""
+    """Return ``notes`` as a list with one ``Placed`` record; an empty list if the notes are empty."""
     return [Placed(*notes)] if notes.named or notes.reached else []
 
 
@@ -237,10 +235,10 @@ def _plain(completion: Completion, start: int) -> TokenLogprobs:
 
 
 def _without_oldest(pasts: list[Past]) -> list[Past]:
-    """Return ``pasts`` without old ended requests, so that the ended ones left have at most ``kept_tokens`` tokens."""
+    """Return ``pasts`` without the oldest ended requests; those kept have at most ``kept_tokens`` tokens together."""
     kept: list[Past] = []
     num_tokens = 0
-    # Tokens of ended requests, newest first, that a rewritten journal keeps: clients may ask for these requests again
+    # Ended requests are kept up to this many tokens, since a client may ask for such a request again
     kept_tokens = 1 << 20
     for past in reversed(pasts):
         num_tokens += past.num_tokens if past.ended else 0

@@ -1,4 +1,4 @@
-"""A recorded request, and its replay in a later engine."""
+"""Requests read from an earlier engine's journal, and their replay in a later engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Ended = tuple[str, int | str | None]
 
 @dataclass
 class Sample:
-    """One output of a request: tokens, log-probabilities if requested, and how it ended.
-    ``reached``: number of tokens that R-workers have cached, if recorded after the output's last token; else None.
+    """One sample of a request: tokens, log-probabilities if requested, and how it ended.
+    ``reached``: number of tokens that R-workers have cached, if recorded after the sample's last token; else None.
     ``names``: the cache ids, besides the sequence id, under which R-workers may have cached these tokens.
     """
 
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass
 class Past:
-    """A recorded request, and its ``samples`` by number."""
+    """A request in a journal, with its ``samples`` in the order of their sequence ids."""
 
     asked: Asked
     samples: list[Sample]
@@ -57,15 +57,16 @@ class Past:
 
     def cached_tokens(self, whole_prompts: bool) -> dict[int, KnownTokens]:
         """Return the tokens that R-workers may have cached, by cache id: prompt and output without the last token.
-        The last token's row samples the next one. ``whole_prompts``: include prompts whose progress is not recorded.
-        Tokens on R-workers beyond these are rejected drafts, or tokens of an unrecorded step.
+        The last token is not cached yet, since it is the next step's input. ``whole_prompts``: assume that a prompt is
+        cached if its progress is not recorded. Further tokens on R-workers are rejected drafts, or tokens of an
+        unrecorded step.
         """
         found: dict[int, KnownTokens] = {}
         for sequence_id, sample in enumerate(self.samples, self.asked.sequence_id):
             reached = sample.reached if whole_prompts or sample.token_ids else sample.reached or 0
             reached = None if sample.ended else reached
             tokens = (self.asked.prompt_token_ids + sample.token_ids)[:-1][:reached]
-            if not sample.ended:  # an ended sequence is never cached under its own id again
+            if not sample.ended:  # R-workers release a sequence that has ended
                 found[sequence_id] = KnownTokens(sequence_id, 0, tokens)
             found |= {each.cache_id: KnownTokens(sequence_id, each.start, tokens) for each in sample.names.values()}
         return found
@@ -74,13 +75,13 @@ class Past:
         """Return whether the recorded request has this prompt and these parameters."""
         try:
             return self.asked.prompt_token_ids == prompt_token_ids and _params_of(self.asked.params) == params
-        except (ConfigError, TypeError):  # another version wrote these parameters
+        except (ConfigError, TypeError):  # a FastDecode version with other parameters wrote the journal
             return False
 
     def replay(self, request: Request) -> list[TokenSequence]:
         """Bring ``request``, newly made with the same prompt and parameters, to its recorded state.
 
-        Return the sequences to run.
+        Return the sequences that have not ended, for the scheduler.
         """
         for completion, sample in zip(request.completions, self.samples, strict=True):
             for index, token_id in enumerate(sample.token_ids):
@@ -114,7 +115,7 @@ class Past:
 
 
 def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
-    """Return the requests in a journal's records that were not dropped, by the id of their first sequence."""
+    """Return the requests in a journal's records by the id of their first sequence, without dropped requests."""
     pasts: dict[int, Past] = {}
     samples: dict[int, Sample] = {}
     for record in records:
@@ -137,7 +138,7 @@ def pasts_of(records: Iterable[Record]) -> dict[int, Past]:
 
 
 def _place(record: Record, samples: dict[int, Sample]) -> None:
-    """Add the cache ids and cached token counts of ``record`` to ``samples``; ignore those of dropped requests."""
+    """Add the cache ids and cached token counts of ``record`` to ``samples``, except for dropped requests."""
     if isinstance(record, Placed):
         for each in record.named:
             if each.sequence_id in samples:

@@ -61,7 +61,7 @@ class Folder:
 
     def __init__(self, folder: str, takes_over: bool = False) -> None:
         """Open ``folder``, and create it if it is missing.
-        ``takes_over``: the process that writes there, if any, has lost its R-workers to this one.
+        ``takes_over``: write even if another process has the folder open, since that process has lost its R-workers.
         """
         self.name = folder
         self._path = Path(folder) / FILE
@@ -109,8 +109,8 @@ class Folder:
         self.replace(data)
 
     def close(self) -> None:
-        """Close the folder; may be called twice. Remove the folder if this process made it and recorded nothing."""
-        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # the folder is still ours
+        """Close the folder; may be called twice. If this process made the folder and recorded nothing, remove it."""
+        if self._lock >= 0 and not self._is_used and os.fstat(self._lock).st_nlink:  # still this process's folder
             leave_folder(self._path.parent, FILE, "lock", "pulse")
         for fd in (self._fd, self._lock):
             if fd >= 0:
@@ -132,7 +132,9 @@ def _locked(path: Path, takes_over: bool) -> int:
             logger.warning("journal: %s was written by process %s; this process takes it over", path.parent, owner)
             path.unlink()
             return _locked(path, takes_over=False)
-        raise ConfigError(f"journal: {path.parent} is written by process {owner}: give each engine its own") from None
+        raise ConfigError(
+            f"journal: {path.parent} is written by process {owner}: give each engine its own folder"
+        ) from None
     if not os.fstat(fd).st_nlink:  # another run removed the folder after ``path`` was opened
         os.close(fd)
         make_folder(path.parent)

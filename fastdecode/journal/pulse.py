@@ -35,14 +35,14 @@ class Pulse:
 
 
 class Listening:
-    """Watches the heartbeat file in ``folder``, by this machine's clock alone."""
+    """Watches the heartbeat file in ``folder``; this machine's clock, not the file's time, measures its silence."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / FILE
         self._last, self._heard = self._beat(), time.monotonic()
 
     def is_silent(self) -> bool:
-        """Return whether the heartbeat has paused for over ``SILENT_SECONDS``. Call it repeatedly."""
+        """Return whether calls of this method have seen no heartbeat for ``SILENT_SECONDS``. So call it often."""
         beat = self._beat()
         if beat != self._last:
             self._last, self._heard = beat, time.monotonic()

@@ -39,8 +39,9 @@ class Run:
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
     """The first record.
-    ``fingerprint``: hash of the model, dtype and seed. ``run``: the name of the run that wrote last. Among copies, the
-    one with the highest ``epoch`` of a session wins, then the one with the highest ``edition``, which counts rewrites.
+    ``fingerprint``: hash of the model, dtype and seed. ``run``: the name of the run that wrote last. Among several
+    copies of a journal, the newest has the highest session ``epoch``; among equal epochs, the highest ``edition``,
+    which counts rewrites.
     """
 
     fingerprint: str
@@ -72,13 +73,13 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, tag="dropped"):
-    """The request whose first sequence is ``sequence_id`` was aborted."""
+    """A record that the request whose first sequence is ``sequence_id`` was aborted."""
 
     sequence_id: int
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
-    """Cache ids that differ from their sequence's id, and how many tokens of each prompt are correctly cached."""
+    """Cache ids of sequences cached under other ids than their own, and how many prompt tokens are correctly cached."""
 
     named: list[Named]
     reached: list[Reached]
@@ -95,7 +96,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
 
 
 class Forgot(msgspec.Struct, frozen=True, array_like=True, tag="forgot"):
-    """The data kept under ``name`` was dropped."""
+    """A record that the data kept under ``name`` was dropped."""
 
     name: str
 
@@ -158,7 +159,7 @@ def _whole(data: memoryview) -> Iterator[tuple[Record, int, int]]:
             return
         try:
             record = _decoder.decode(body)
-        except msgspec.DecodeError:  # a later version of this format wrote this record
+        except msgspec.DecodeError:  # a later version wrote the journal, with records unknown here
             return
         start += length
         yield record, checksum, start

@@ -1,4 +1,4 @@
-"""Layers by kind. Each kind's fields, row shapes, bytes and unsupported features are in one file."""
+"""Kinds of model layers, one file each: fields, row shapes, sizes in bytes and unsupported features."""
 
 from __future__ import annotations
 

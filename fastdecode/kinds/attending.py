@@ -14,11 +14,11 @@ from fastdecode.kinds.kind import MAX_LAYERS, HeadDim, Heads, LayerKind, Number,
 class Attending(LayerKind, frozen=True):
     """Shape and scoring rule of a layer that attends.
 
-    ``window``: the tokens that a query sees, itself included; 0 means all. If ``chunked``, it is the length of chunks,
-    and a query sees its chunk up to its own token. ``soft_cap``: 0 for none. ``sinks``: an extra logit per query head,
-    or empty. ``alibi_slopes``: one slope per query head, or empty; a scaled and capped score gains slope · (position of
-    the key - position of the query). ``picked_by``: the index layer that picks the tokens that queries see; -1 if they
-    see all.
+    ``window``: how many tokens a query sees, its own included; 0 means all. With ``chunked``, positions are divided
+    into chunks of ``window`` tokens; a query sees its chunk's tokens up to its own. ``soft_cap``: 0 for none.
+    ``sinks``: an extra logit per query head, or empty. ``alibi_slopes``: one slope per query head, or empty; a scaled
+    and capped score gains slope · (key position - query position). ``picked_by``: number of the index layer that picks
+    the tokens that queries see; -1 if they see all.
     """
 
     num_heads: Heads
@@ -34,7 +34,7 @@ class Attending(LayerKind, frozen=True):
     picked_by: Annotated[int, Meta(ge=-1, lt=MAX_LAYERS)] = -1
 
     def __post_init__(self) -> None:
-        # As text, 1 and 1.0 would give different layout fingerprints, so integers become floats
+        # The layout's fingerprint hashes its JSON text, where 1 and 1.0 differ: store floats only
         for name in ("scale", "soft_cap"):
             force_setattr(self, name, float(getattr(self, name)))
         for name in ("sinks", "alibi_slopes"):

@@ -12,14 +12,14 @@ from fastdecode.kinds.kind import MAX_PICK_BLOCK, HeadDim, Heads, LayerKind, Num
 
 
 class Index(LayerKind, frozen=True, tag="index"):
-    """A layer that caches index keys, one head per token, and whose o has no meaning.
+    """A layer that picks the tokens that later layers see. It caches index keys, one head per token.
 
-    Each query picks the tokens seen by the layers that name it as ``picked_by``. It picks at most ``picks`` tokens, by
-    the sum of relu(scale · q · k) · weight over its heads. Two more elements of q hold a head's weight as a float32.
-    With ``pick_block``, head i picks ``picks`` blocks of ``pick_block`` tokens for KV head i, by the largest q · k in
-    each block. The last ``pick_local`` blocks up to the query's own come first. For a sequence in ranges, each R-worker
-    answers with the scores of its best tokens or blocks. Before the next layer, the S-worker tells each R-worker how
-    many of its best are picked (``PoolWorker.share``).
+    A layer that follows these picks names this layer in ``picked_by``. Values of o have no meaning here. A query picks
+    at most ``picks`` tokens, those with the largest sum over heads of relu(scale · q · k) · weight. Each head's weight
+    is a float32 in two more elements of q. With ``pick_block``, head i instead picks ``picks`` blocks of ``pick_block``
+    tokens for KV head i: first the last ``pick_local`` blocks, then those with the largest q · k. If a sequence is
+    cached in ranges, each R-worker answers with the scores of its best tokens or blocks. Before the next layer, the
+    S-worker tells each R-worker how many of these are picked (``PoolWorker.share``).
     """
 
     kind = "index"
@@ -37,7 +37,7 @@ class Index(LayerKind, frozen=True, tag="index"):
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # the text of 1 and of 1.0 would give different fingerprints
+        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
 
     @property
     def query_dim(self) -> int:

@@ -94,7 +94,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def chunk_tokens(self) -> int:
-        """If a sequence is split among R-workers, each part but the last has a multiple of this many tokens."""
+        """A sequence split among R-workers is cut at multiples of this many tokens."""
         return 1
 
     @property

@@ -23,8 +23,9 @@ Weights = Callable[[], np.ndarray]
 class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of a latent layer's K and V projections if R-workers multiply with them (``--latent-absorption r``).
 
-    A head's query is [nope_dim + rope]. Its nope part times K has as many elements as a latent. A head's output over
-    latents times V becomes [value_dim].
+    A head's query has ``nope_dim`` elements and then the rotary ones. R-workers multiply the first ``nope_dim`` by K,
+    which gives as many elements as a latent has. They multiply the head's output over latents by V, which gives
+    ``value_dim``.
     """
 
     nope_dim: HeadDim
@@ -32,11 +33,11 @@ class Absorption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Latent(Attending, frozen=True, tag="latent"):
-    """A layer that caches one row per token and KV head, the key.
+    """A layer that caches one row, the key, per token and KV head; the row's first elements are also the value.
 
-    Its first ``value_head_dim`` elements are the value. Caches of int8 and int4 store codes of the values, and 16 bits
-    of the keys' other elements. ``absorption`` is None if the S-worker absorbs queries and expands outputs. Cached
-    rows are the same in both cases.
+    The value has ``value_head_dim`` elements. Caches of int8 and int4 quantize these elements, and store each of the
+    others in 16 bits. ``absorption`` is None if the S-worker absorbs queries and expands outputs. Cached rows are the
+    same in both cases.
     """
 
     kind = "latent"

@@ -21,9 +21,10 @@ from fastdecode.kinds.recurrent import Recurrent
 class KVLayout:
     """All that an R-worker must know of a model: its layers, and the dtypes of payload and cache.
 
-    ``isa``: the instruction set whose arithmetic it must use, one of ``ISAS``; "auto" is the R-worker's fastest.
-    ``kv_port``: whether it opens a KV port for prefill workers: "" (no), "loopback" (on its machine only), "any".
-    ``weights``: by layer number, weights that R-workers multiply with; they are sent separately.
+    ``isa``: the instruction set that the R-worker must compute with, one of ``ISAS``; "auto" is its fastest.
+    ``kv_port``: where the R-worker listens for prefill workers: "" (nowhere), "loopback" (only for its own machine),
+    "any" (every interface). ``weights``: by layer number, weights that R-workers multiply with; they are sent
+    separately.
     """
 
     layers: tuple[Layer, ...]
@@ -46,12 +47,12 @@ class KVLayout:
 
     @property
     def absorbed(self) -> KVLayout:
-        """The same layout with absorbed queries, as prefill workers send them."""
+        """The same layout for a sender that absorbs queries itself, as prefill workers do."""
         return replace(self, layers=tuple(layer.absorbed() for layer in self.layers), weights={})
 
     @property
     def chunk_tokens(self) -> int:
-        """If a sequence is split among R-workers, each part but the last has a multiple of this many tokens."""
+        """A sequence split among R-workers is cut at multiples of this many tokens."""
         return math.lcm(*(layer.chunk_tokens for layer in self.layers))
 
     @property
@@ -124,7 +125,7 @@ class KVLayout:
     def keeping(self, num_rows: int) -> KVLayout:
         """Return a copy of the layout whose states can be rolled back after a step of 2 to ``num_rows`` tokens.
 
-        States of second copies can also be rolled back after a single token.
+        A state's second copy can also be rolled back after a step of one token.
         """
         return self._with_states(kept_rows=num_rows)
 
@@ -151,13 +152,13 @@ class KVLayout:
     def room_bytes_per_token(self) -> int:
         """Bytes of a cache block, divided by its number of tokens.
 
-        If no layer attends, this is the bytes of one row of a state (see rworker/state_places.hpp).
+        A model of recurrent layers alone caches no rows: its blocks hold states, and this is the bytes of one state
+        row.
         """
         return self.kv_bytes_per_token or self._state_row_bytes
 
     @property
     def _state_row_bytes(self) -> int:
-        """Bytes of one row of a state: the largest ``state_row_bytes`` of all recurrent layers."""
         return max((layer.state_row_bytes for layer in self.kept_apart), default=0)
 
 

@@ -38,14 +38,14 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     """A recurrent layer. rworker/state_spec.hpp says how R-workers advance its state by a row.
 
     ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence per
-    channel. ``groups`` of heads share queries and keys of ``key_dim`` (0 and 0 for a "window", 0 and 1 for an "lru").
-    ``taps``: tokens of the convolution before the recurrence. ``decays``: per head, 1, or one per key dim. ``silu``:
-    after the convolution. ``norm``: queries and keys have length 1. ``row_elements``: elements of a payload row in the
-    model's dtype, with float32 numbers as their bits. ``filters``, ``bias``, ``skip`` and ``factors``: float32 as
-    bytes: [taps, channels] or none (one tap of 1), [channels] or none, [heads] or none, [key_dim, heads, value_dim]
-    ("selective"). ``kept_rows``: most rows of a step that TRUNCATE may take back. ``dtype``: of the matrices, rounded
-    after each token; windows of convolutions are float32. ``keeps_single``: a single row that attends may be taken back
-    too.
+    channel. ``groups``: groups of heads, each with common queries and keys of ``key_dim`` (a "window" has 0 and 0, an
+    "lru" 0 and 1). ``taps``: tokens that the convolution before the recurrence sees. ``decays``: per head, 1 or
+    ``key_dim``. ``silu``: whether SiLU follows the convolution. ``norm``: whether queries and keys are scaled to length
+    1. ``row_elements``: elements of a payload row in the model's dtype; a float32 takes two of 16 bits. ``filters``,
+    ``bias``, ``skip``, ``factors``: arrays of float32 as bytes, or empty: [taps, channels], [channels], [heads],
+    [key_dim, heads, value_dim] (only "selective"). ``kept_rows``: most rows of a step that TRUNCATE can take back;
+    ``keeps_single``: also a step's only row. ``dtype``: of the matrices, rounded after each token; convolutions keep
+    float32.
     """
 
     kind = "recurrent"
@@ -72,7 +72,7 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     keeps_single: bool = False
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # the text of 1 and of 1.0 would give different fingerprints
+        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:

@@ -34,14 +34,14 @@ def make_prefill_policy(
     num_workers: int,
     cache_maker: Callable[[int], MakeCache],
 ) -> PrefillPolicy:
-    """Return the policy that assigns prompts to ``num_workers`` prefill workers or the S-worker.
+    """Return the policy that assigns prompts to ``num_workers`` prefill workers or to the S-worker.
 
-    ``cache_maker``: for a number of tokens, returns a function that makes caches on the S-worker's threads.
+    ``cache_maker``: takes a number of tokens, and returns a function that makes caches for as many.
     """
     here = timed_prefill_model(config, model, s_worker, r_workers, cache_maker(2 * TIMED_ROWS))
     profile = load_profile(config.profile) if config.profile else None
-    # The link assumed from R-workers to prefill workers if no profile has measured one. At this speed, the S-worker
-    # itself computes a few tokens after a long prefix, since an R-worker already has that prefix.
+    # Without a measurement, the link from R-workers to prefill workers is assumed to be slow. Then the S-worker itself
+    # computes a few tokens after a long cached prefix, so that no prefill worker need fetch that prefix.
     unmeasured_link = PrefillLink(1e9)
     if profile and profile.prefill:
         forecast = measured_forecast(profile, num_workers, config.prefill_parallel, config.kv_cache_dtype)
@@ -54,10 +54,9 @@ def make_prefill_policy(
 def timed_prefill_model(
     config: EngineConfig, model: SModel, s_worker: SWorker, r_workers: Sequence[RWorkerInfo], make_cache: MakeCache
 ) -> PrefillTimes:
-    """Return step times of the S-worker as if it were a prefill worker, measured with a short prompt."""
+    """Return forecasts for a prefill worker that is as fast as this S-worker, from timing a short prompt here."""
     layout = model.layout
     room = max(worker.room_tokens for worker in r_workers)
-    # Tokens of the prompt that is timed on the S-worker at the start
     timed_tokens = 256
     num_tokens = min(timed_tokens, model.max_model_len, room, config.max_num_batched_tokens)
     seconds = profile_steps(s_worker, r_workers, num_tokens)(num_tokens, 0) / len(layout.layers)
@@ -72,7 +71,7 @@ def timed_prefill_model(
 
 
 def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
-    """Return the attention seconds of a prompt part per pair of a query and a key."""
+    """Return the seconds that prompt attention takes per pair of a query and a key."""
     layout = model.layout.absorbed
     attention = (TorchAttention if model.on_gpu else StoredAttention)(layout, make_cache)
     try:
@@ -82,9 +81,9 @@ def _pair_seconds(model: SModel, make_cache: MakeCache) -> float:
 
 
 def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
-    """Return ``model`` scaled from the S-worker's threads to those of spawned prefill workers.
-    Each prefill worker has the whole model, not a rank's part. Remote prefill workers count as equal to a rank's
-    process until they have computed a prompt.
+    """Return ``model``, measured on the S-worker, with the times that prefill workers are expected to need.
+    A spawned prefill worker may have another number of threads. With tensor parallelism, a prefill worker computes the
+    whole model, and a rank only its shard.
     """
     spec = config.prefill_worker_spec
     slower = config.s_thread_count / config.prefill_thread_count if spec and spec.kind == "spawn" else 1.0
@@ -92,7 +91,7 @@ def _with_threads(model: PrefillTimes, config: EngineConfig) -> PrefillTimes:
 
 
 def _s_seconds(model: PrefillTimes) -> Callable[[int, int], float]:
-    """Return a function that gives the seconds of a prompt on the S-worker.
-    An R-worker attends to the prompt's cached prefix. It is assumed to be as fast as the S-worker.
+    """Return a function from a prompt's new and cached tokens to the seconds that the S-worker needs for it.
+    An R-worker attends to the cached tokens; its attention is assumed to be as fast as the S-worker's.
     """
     return lambda num_tokens, context_len: model.alone_seconds(num_tokens, context_len=context_len)

@@ -1,4 +1,4 @@
-"""The engine's prompts at prefill workers: handed out, received when computed, dropped when lost."""
+"""The engine's side of prompts at prefill workers: sending them, receiving their results, handling failures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePrefills(Companion):
-    """The companion for prefill workers. The scheduler decides which prompts they compute.
-    ``on_prefilled``: called with each computed prompt. ``method`` may change between prompts.
+    """The companion that exchanges prompts with prefill workers. The scheduler decides which prompts they compute.
+    ``on_prefilled``: called with each computed prompt. ``method``: how prefill workers share a prompt, one of
+    ``PREFILL_METHODS``; it may change between prompts.
     """
 
     def __init__(self, backend: PrefillBackend, r_workers: Sequence[RWorkerInfo], method: str) -> None:
-        """``method``: how prefill workers share a prompt, one of ``PREFILL_METHODS``."""
         self.backend, self._r_workers, self.method = backend, r_workers, method
         self._logits: dict[int, np.ndarray] = {}
         self.on_prefilled: Callable[[Prefilled], None] = lambda prefilled: None
@@ -51,25 +51,23 @@ class RemotePrefills(Companion):
         self.cancel_unwanted(scheduler)
 
     def begun(self, step: ScheduledStep) -> None:
-        """Hand out the prompts of this step, for which R-workers have reserved blocks."""
+        """Send the prompts of this step to prefill workers; R-workers have reserved blocks for these prompts."""
         for each in step.prefills:
-            method = (
-                "kvr" if each.context_len else self.method
-            )  # with method "tsp" prefill workers cannot read a prefix
+            method = "kvr" if each.context_len else self.method  # method "tsp" cannot read a cached prefix
             self.backend.submit(replace(each, method=method), self._r_workers)
 
     def cancel_unwanted(self, scheduler: Scheduler) -> None:
-        """Cancel prompts that ``scheduler`` no longer waits for; prefill workers stop within a layer."""
+        """Cancel prompts that ``scheduler`` no longer waits for; prefill workers stop after the current layer."""
         for job_id in self.backend.jobs:
             if scheduler.remote_prompts.end_if_left(job_id):
                 self.backend.cancel(job_id)
 
     def ended(self, cycle: Cycle, report: StepReport) -> None:
-        """Drop the logits of arrived prompts, which this step has sampled."""
+        """Drop the logits of computed prompts, since this step has sampled from them."""
         self._logits.clear()
 
     def logits(self, sequence_ids: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the logits of arrived prompts by sequence id: [vocab_size], in the model's dtype."""
+        """Return the last token's logits of computed prompts by sequence id: [vocab_size], in the model's dtype."""
         return {sequence_id: self._logits[sequence_id] for sequence_id in sequence_ids}
 
     def wait(self, timeout_seconds: float) -> None:

@@ -53,13 +53,14 @@ class PrefillWorker:
         )
 
     def listen(self, host: str, port: int) -> str:
-        """Accept S-workers; return the address listened at, "host:port". Raise OSError if that is impossible."""
+        """Accept S-workers; return the address on which this process listens, "host:port". Raise OSError on failure."""
         return self._server.listen(host, port)
 
     def run(self, between_prompts: Callable[[bool], None] = lambda is_free: None) -> None:
         """Compute prompts until an exception ends the loop.
 
-        ``between_prompts`` is called with True while no S-worker is served.
+        ``between_prompts`` is called after each prompt, or every TICK_SECONDS without one; True means no S-worker is
+        connected.
         """
         try:
             while True:
@@ -92,8 +93,9 @@ class PrefillWorker:
             self._server.fail(job, str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def _means_for(self, job: PromptJob) -> tuple[PartAttention, PartStates]:
-        """Return attention and states for ``job``, with keys and values in the R-workers' format.
-        Use torch on a GPU, and for method "tsp", which imitates systems that cannot skip later tokens.
+        """Return objects that compute attention and recurrent states for ``job``; reuse the last ones if they fit.
+
+        Torch computes attention on a GPU and for "tsp", whose rows are computed against later tokens too, then masked.
         """
         wanted = job.layout, self._s_model.on_gpu or job.prompt.method == "tsp"
         if self._means is None or self._attends_as != wanted:

@@ -1,4 +1,4 @@
-"""Draft tokens of decoding sequences: how many each sequence gets, how many fit the step, how many are accepted."""
+"""Draft tokens of decoding sequences: how many each sequence gets, how many fit a step, how many are accepted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fastdecode.scheduler.store.store import Store
 
 @dataclass
 class DraftCounts:
-    """Counts of verified drafts. ``num_drafts``: verifications; ``num_draft_tokens``: draft tokens verified.
-    ``num_accepted_tokens_per_pos``: accepted first draft tokens, second draft tokens, and so on.
+    """Counts of verified drafts. ``num_drafts``: verifications; ``num_draft_tokens``: tokens of all verified drafts.
+    ``num_accepted_tokens_per_pos``: accepted first tokens of drafts, accepted second tokens, and so on.
     """
 
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
@@ -33,8 +33,8 @@ class DraftCounts:
         return sum(self.num_accepted_tokens_per_pos)
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts in the form of ``bench throughput``.
-        ``mean_accepted_length`` is accepted tokens per verification.
+        """Return the counts under the names that ``bench throughput`` prints.
+        ``mean_accepted_length``: accepted tokens per verified draft.
         """
         accepted = self.num_accepted_tokens
         return {
@@ -47,7 +47,7 @@ class DraftCounts:
         }
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one more verification: of ``num_drafted`` draft tokens, ``num_accepted`` were accepted."""
+        """Count one verified draft: ``num_accepted`` of its ``num_drafted`` tokens were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         for place in range(num_accepted):
@@ -62,18 +62,17 @@ class DraftCounts:
         )
 
     def copy(self) -> DraftCounts:
-        """Return a copy of the counts."""
         return DraftCounts(list(self.num_accepted_tokens_per_pos), self.num_drafts, self.num_draft_tokens)
 
 
 class Drafts:
     """Grants rows, KV load and blocks to draft tokens, as far as decodes and prompts leave some in a step.
-    Drafts preempt nothing. A sequence with k drafts has 1 + k rows in a step, over one read of its cache. Blocks for
-    drafts are granted before drafting, since a drafter may cache the tokens on R-workers too.
+    Drafts preempt nothing. A sequence with k draft tokens has 1 + k rows in a step, over one read of its cache. Blocks
+    are granted before drafting, since a drafter may cache draft tokens on the R-workers too.
     """
 
     def __init__(self, store: Store, limits: Limits, policy: DraftPolicy | None) -> None:
-        """``policy`` decides how many drafts each sequence gets; None means no drafts."""
+        """``policy`` decides how many draft tokens each sequence gets; None for no drafts."""
         self.policy = policy
         self.counts = DraftCounts([0] * limits.num_speculative_tokens)
         self._store, self._residents, self._table = store, store.residents, store.table
@@ -83,14 +82,14 @@ class Drafts:
         self._granted: list[tuple[TokenSequence, Segment, list[int], int]] = []
 
     def observe(self, observed: Observed) -> None:
-        """Let the policy learn from a step, if the step had decodes only."""
+        """Let the policy learn from the times of a step, if all its rows were decodes."""
         if self.policy and observed.decodes:
             step, num_sequences = observed.step, sum(map(len, observed.step.mini_batches))
             seconds = (observed.s_seconds, observed.wait_seconds, observed.r_seconds)
             self.policy.observe(step.num_tokens, num_sequences, step.kv_loads, *seconds)
 
     def grant(self) -> dict[int, int]:
-        """Grant blocks for draft tokens; return how many each decoding sequence gets, by id, without zeros.
+        """Grant blocks for draft tokens; return how many tokens each decoding sequence gets, by id, without zeros.
         The blocks stay granted until the step that verifies the draft tokens has ended.
         """
         self.drop()
@@ -108,7 +107,7 @@ class Drafts:
         return dict(zip(ids.tolist(), counts[some].tolist(), strict=True))
 
     def propose(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Take ``drafts``, draft tokens by sequence id, for the next step.
+        """Use ``drafts``, draft tokens by sequence id, in the next step.
         Sequences that no longer decode are ignored.
         """
         for sequence_id, tokens in drafts.items():
@@ -118,13 +117,13 @@ class Drafts:
                 self._proposed[sequence_id] = sequence
 
     def drop(self) -> None:
-        """Drop the proposed drafts, and free the unused ones of the blocks granted for drafts."""
+        """Drop the proposed drafts; free the blocks that were granted for drafts and hold no token."""
         for sequence in self._proposed.values():
             if sequence.table is not None:
                 self._table.drafts.forget(sequence.row)
         for sequence, tail, holders, num_blocks in self._granted:
             still_there = sequence.table is not None and sequence.tail is tail and tail.workers[:1] == holders[:1]
-            # a sequence that has restarted no longer decodes
+            # a sequence that was preempted and restarted no longer decodes
             if still_there and sequence.sequence_id in self._residents.decoding:
                 unused = tail.num_blocks - self._workers.blocks_for(tail.num_tokens)
                 self._store.tails.grow(np.array([sequence.row]), -min(num_blocks, unused))
@@ -132,9 +131,9 @@ class Drafts:
         self._granted.clear()
 
     def place(self, rows: np.ndarray, prompts: Sequence[Chunk], kv_limits: np.ndarray | None) -> dict[int, list[int]]:
-        """Return the drafts of this step by sequence id, cut to the rows still free in the step.
+        """Return this step's draft tokens by sequence id, cut so that all rows fit the step.
         ``rows``: table rows of the decoding sequences; ``prompts``: the step's prompt chunks. ``kv_limits``: KV tokens
-        that each R-worker may attend, float64 [num_workers]; None if they are not strict.
+        that each R-worker may attend, float64 [num_workers]; None without strict limits.
         """
         if not self._proposed:
             return {}
@@ -151,8 +150,8 @@ class Drafts:
         return {each: tokens[:count] for each, tokens, count in zip(ids, drafts, counts[counts > 0], strict=True)}
 
     def settle(self, drafts: Mapping[int, Sequence[int]], accepted: Mapping[int, int]) -> None:
-        """Record the verification of ``drafts``.
-        Keep the ``accepted`` first draft tokens of each sequence, drop the rest.
+        """Record that ``drafts`` were verified.
+        Each sequence keeps its ``accepted`` first draft tokens; the others are dropped.
         """
         table = self._table
         for sequence_id, tokens in drafts.items():
@@ -167,8 +166,8 @@ class Drafts:
 
     def _within_blocks(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return ``counts``, draft tokens of each of ``rows``, cut to the available blocks.
-        Blocks are granted on an R-worker only if one more block stays available for each sequence there. Otherwise
-        drafts only fill blocks that their sequences already have.
+        Blocks are granted on an R-worker only if each sequence there can still get one more block. Otherwise drafts
+        only fill blocks that their sequences already have.
         """
         table, workers = self._table, self._workers
         held, cached = workers.sizes.blocks_of_tokens(table.num_blocks[rows]), table.tail_lens(rows)
@@ -189,7 +188,7 @@ class Drafts:
 
 
 def _cap(counts: np.ndarray, budget: int) -> int:
-    """Return the largest cap such that ``counts``, each cut to the cap, add up to at most ``budget``."""
+    """Return the largest cap such that ``counts`` add up to at most ``budget`` if each count is cut to the cap."""
     for cap in range(int(counts.max(initial=0)), 0, -1):
         if np.minimum(counts, cap).sum() <= budget:
             return cap

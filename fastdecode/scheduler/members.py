@@ -1,4 +1,4 @@
-"""R-workers that join, drain and are lost, and the effect on their sequences."""
+"""R-workers that join, drain and are lost, and what this means for their sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 
 
 class Members:
-    """Adapts running and waiting sequences to changes of the R-workers."""
+    """Adapts running and waiting sequences when R-workers join, drain or are lost."""
 
     def __init__(
         self, store: Store, queue: WaitingQueue, admission: Admission, transfers: Transfers, lifecycle: Lifecycle
@@ -25,7 +25,7 @@ class Members:
 
     def join(self, num_blocks: int, bandwidth: float, index: int | None = None, host: str = "") -> None:
         """Add an R-worker with ``num_blocks`` blocks, as the next index or at a vacant ``index``.
-        Sequences move to it while it is less loaded than other R-workers.
+        Sequences move there while it is less loaded than other R-workers.
         """
         index = len(self._workers) if index is None else index
         self._admission.load_limit.join(index, self._workers.join(index, num_blocks, bandwidth, host))
@@ -38,8 +38,8 @@ class Members:
         self._workers.drain(worker)
 
     def drained(self) -> list[int]:
-        """Return the draining R-workers that hold no sequence, and that no waiting sequence needs.
-        None is returned while no other R-worker accepts sequences.
+        """Return the draining R-workers that can leave: they hold no sequence, and every sequence fits elsewhere.
+        The result is empty while no other R-worker accepts sequences.
         """
         growing = [each for each in self._residents.all if self._room.may_split(each)]
         return [
@@ -51,16 +51,17 @@ class Members:
         ]
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """Return the ids of sequences that lost cached tokens with the lost R-workers ``workers``.
-        Discard the tokens that the last step sampled for them: they may depend on lost R-workers, or are recomputed.
+        """Return the ids of the sequences that lost cached tokens with the lost R-workers ``workers``.
+        Discard the tokens that the last step sampled for these sequences: wrong attention results may have changed
+        them.
         """
         return self._losses.spoilt(workers)
 
     def lost(self, worker: int) -> list[TokenSequence]:
-        """Handle the loss of R-worker ``worker``; return the waiting sequences that no other R-worker could hold.
-        A sequence with a second copy continues from that copy. Other sequences are queued by age to be recomputed. If a
-        sequence has several segments, only the lost segments are recomputed, at once if there is room. The returned
-        sequences are dropped.
+        """Handle the loss of R-worker ``worker``; return the waiting sequences that no other R-worker could ever hold.
+        A sequence with a second copy continues from that copy. If a sequence has several segments, only the lost ones
+        are recomputed, at once if there are blocks. All other sequences are queued by age, to be recomputed. The
+        returned sequences are dropped.
         """
         self._transfers.lost()
         whole, broken, starved = self._losses.lose(worker)
@@ -81,7 +82,7 @@ class Members:
 
     def doubt(self) -> list[int]:
         """Queue all running sequences to be recomputed, and forget all prefixes; return the ids of these sequences.
-        Their cached tokens may depend on results of an R-worker that was found at fault.
+        An R-worker was found at fault, and their cached tokens may depend on its results.
         """
         doubtful = list(self._residents.all)
         for sequence in doubtful:
@@ -90,7 +91,7 @@ class Members:
         return [sequence.sequence_id for sequence in doubtful]
 
     def _mend(self, sequence: TokenSequence) -> None:
-        """Recompute the lost segments of ``sequence``, or queue the whole sequence if there is no room now."""
+        """Recompute the lost segments of ``sequence``; if they find no place now, queue the whole sequence."""
         self._queue.release_followers(sequence)
         self._store.table.refresh()
         places = self._admission.segments.again(sequence) if self._room.fits_somewhere(sequence) else None

@@ -1,5 +1,5 @@
 """The meaning of each cache id on the R-workers: the tokens of one sequence from one position on.
-The journal records these meanings for a later engine.
+The journal records this, so that a later engine can use the caches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Notes(NamedTuple):
-    """Facts to record in the journal: the meaning of new cache ids, and how many tokens of each prompt are correct."""
+    """Facts for the journal: the meaning of new cache ids, and how many cached tokens of each prompt are valid."""
 
     named: list[Named]
     reached: list[Reached]
@@ -24,10 +24,10 @@ NO_NOTES = Notes([], [])
 
 
 class Names:
-    """Records cache ids as they are assigned, if ``is_wanted``.
+    """Records the meaning of cache ids when they are assigned, if ``is_wanted``.
     A segment that begins a sequence and has the sequence's own id is not recorded. ``counts_prompts``: also record how
-    many tokens of each prompt are correct. This is needed if prompt rows attend on other R-workers than those that
-    store them. Until the next step, the loss of an attending R-worker makes the stored rows wrong.
+    many cached tokens of each prompt are valid. This is needed if prompt rows attend on other R-workers than those that
+    store them: if an attending R-worker is lost, the rows stored in that step are invalid.
     """
 
     def __init__(self, counts_prompts: bool) -> None:
@@ -47,7 +47,7 @@ class Names:
             self._named.append(Named(cache_id, sequence_id, start))
 
     def progress(self, prompts: Iterable[TokenSequence]) -> None:
-        """Record how many tokens of each of ``prompts`` are cached and correct."""
+        """Record how many cached tokens of each of ``prompts`` are valid."""
         if self.is_wanted and self._counts_prompts:
             self._reached |= {each.sequence_id: each.num_cached for each in prompts}
 

@@ -1,4 +1,4 @@
-"""Prompts that prefill workers compute, and the state of their jobs."""
+"""Prompts that prefill workers compute, and how far these jobs are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.scheduler.store.store import Store
 
 
 class RemotePrompts:
-    """Sequences whose prompts prefill workers compute. Each has a seat and blocks, but no rows in any step.
+    """The sequences whose prompts prefill workers compute. Each has a seat and blocks, but no rows in any step.
     ``policy`` chooses these sequences; None if there are no prefill workers.
     """
 
@@ -33,19 +33,19 @@ class RemotePrompts:
         return len(self._under_way)
 
     def __contains__(self, job_id: int) -> bool:
-        """Return whether a sequence still waits for job ``job_id``: it was not aborted, preempted or lost."""
+        """Return whether a sequence still waits for job ``job_id``; not if it was aborted, preempted or lost."""
         sequence = self._under_way.get(job_id)
         return sequence is not None and sequence.job_id == job_id
 
     def end_if_left(self, job_id: int) -> bool:
-        """End the job ``job_id`` if its sequence no longer waits for it; return whether it was ended."""
+        """End job ``job_id`` if no sequence waits for it any more; return False if one still waits."""
         has_left = job_id not in self
         if has_left and job_id in self._under_way:
             self._end(job_id, self._now_seconds)
         return has_left
 
     def begin_step(self, now_seconds: float, num_waiting: int = 0) -> None:
-        """Set the time for the next decisions, in seconds, and how many sequences wait to start."""
+        """Set the time for the next decisions, in seconds, and the number of sequences that wait to start."""
         self._now_seconds = now_seconds
         if self.policy:
             self.policy.begin_step(now_seconds, num_waiting, len(self._residents.decoding))
@@ -55,15 +55,15 @@ class RemotePrompts:
         return self.policy is not None and bool(self._parts(self.policy, num_tokens, context_len))
 
     def _parts(self, policy: PrefillPolicy, num_tokens: int, context_len: int) -> tuple[PrefillPart, ...]:
-        """Return the prefill workers' parts of a prompt.
-        Return an empty tuple after a prefix with a recurrent state, which prefill workers cannot read.
+        """Return which prefill worker computes which tokens of a prompt.
+        The result is empty after a prefix with a recurrent state, which prefill workers cannot read.
         """
         return () if context_len and not self._store.workers.sizes.rewinds else policy.assign(num_tokens, context_len)
 
     def start(self, sequence: TokenSequence) -> bool:
         """Let prefill workers compute the prompt of ``sequence``, which has just started.
-        Return False if the S-worker must compute it. After a cached prefix, prefill workers compute the rest of the
-        prompt. They read the prefix from the R-workers that hold it. The results go to each copy of each segment.
+        Return False if the S-worker must compute it. After a cached prefix, prefill workers compute only the remaining
+        tokens. They read the prefix from the R-workers that hold it. The results go to each copy of each segment.
         """
         if self.policy is None or sequence.scored:
             return False
@@ -84,7 +84,7 @@ class RemotePrompts:
 
     def _places_of(self, sequence: TokenSequence, job_id: int, context_len: int) -> tuple[StoredAt, ...]:
         """Return the R-workers that store the prompt of ``sequence`` or hold its first ``context_len`` tokens.
-        The home of a segment precedes its second R-worker. The ticket of the first R-worker is ``job_id``.
+        For a segment with two copies, the first copy's R-worker comes first. The first ticket of all is ``job_id``.
         """
         tickets = itertools.chain([job_id], self._job_ids)
         places = []
@@ -96,7 +96,7 @@ class RemotePrompts:
         return tuple(places)
 
     def drop_missed(self, job_id: int, missed: Collection[int]) -> bool:
-        """Drop the copies of the job's sequence whose tickets are in ``missed``.
+        """Drop those copies of the job's sequence whose tickets are in ``missed``.
         Return False if a segment has no other copy.
         """
         sequence = self._under_way.get(job_id)
@@ -122,7 +122,7 @@ class RemotePrompts:
         return True
 
     def failed(self, job_id: int, now_seconds: float) -> TokenSequence | None:
-        """Return the sequence of the failed job ``job_id``; None if it no longer waits for the job."""
+        """Forget the failed job ``job_id``; return its sequence, or None if that no longer waits for the job."""
         return self._end(job_id, now_seconds)
 
     def take(self) -> tuple[tuple[RemotePrefill, ...], tuple[int, ...]]:

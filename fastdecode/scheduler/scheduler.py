@@ -29,7 +29,7 @@ from fastdecode.scheduler.waiting import Lifecycle, WaitingQueue
 @dataclass(frozen=True)
 class SchedulerStatistics:
     """Counters of the prefix cache, of preemptions and of drafts.
-    ``prefix_queries``: requests whose prefix was looked up. ``prefix_hit_tokens``: prompt tokens found.
+    ``prefix_queries``: requests that looked for a cached prefix. ``prefix_hit_tokens``: prompt tokens found in one.
     ``woken_tokens``: tokens loaded from disks. ``failed_wakes``: parked prefixes that failed to load.
     """
 
@@ -99,7 +99,7 @@ class Scheduler:
 
     def snapshot(self, with_sequences: bool = True) -> Snapshot:
         """Return the scheduler's state as a value.
-        ``with_sequences``: include sequences; thousands take milliseconds.
+        ``with_sequences``: list all sequences too, which takes milliseconds for thousands.
         """
         return take_snapshot(self.store, self.queue, with_sequences)
 
@@ -118,21 +118,21 @@ class Scheduler:
 
     def observe(self, step: ScheduledStep, s_seconds: float, wait_seconds: float, r_seconds: Sequence[float]) -> None:
         """Learn R-workers' speeds, prices of moves and an unknown load limit from the duration of ``step``.
-        ``wait_seconds``: the S-worker's waiting for R-workers. ``r_seconds``: busy seconds of each R-worker.
+        ``wait_seconds``: how long the S-worker waited for R-workers. ``r_seconds``: busy seconds of each R-worker.
         """
         observed = Observed(step, s_seconds, wait_seconds, r_seconds)
         for observer in self._observers:
             observer.observe(observed)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence`` with its siblings, by age. Raise RequestError if it could never run."""
+        """Queue ``sequence`` and its siblings by age. Raise RequestError if it could never run."""
         self.admission.room.check(sequence)
         self.queue.push(sequence)
 
     def schedule(self, now_seconds: float = 0.0) -> ScheduledStep:
         """Return the next step.
-        Its controls are returned only once; the caller applies them even if the step fails later. ``now_seconds``: the
-        time on any clock, for the policy of prefill workers.
+        Its controls are returned only once, so the caller must apply them even if the step fails later.
+        ``now_seconds``: the time on any clock, for the policy of prefill workers.
         """
         carry_out = self.lifecycle.carry_out
         if self._prefills is not None:
@@ -151,7 +151,7 @@ class Scheduler:
         return ScheduledStep(mini_batches, controls, num_starts, prefills, arrived, drafts, handovers=handed_over)
 
     def controls_alone(self) -> ScheduledStep:
-        """Return a step without rows, which only has the pending controls for the R-workers."""
+        """Return a step without rows, with the pending controls for the R-workers."""
         self.store.note_rows(())
         return ScheduledStep((MiniBatch.of([]),), self.store.workers.take_controls())
 
@@ -161,10 +161,10 @@ class Scheduler:
         self.remote_prompts.put_back(step)
 
     def abandon(self, step: ScheduledStep) -> None:
-        """Handle a step that R-workers received but that was not computed.
+        """Handle a step that R-workers received, but whose rows were not all computed.
 
-        Prompts that arrived with ``step`` arrive with the next step. Recurrent states may have been written, so
-        sequences with such states are recomputed.
+        Prompts that arrived with ``step`` arrive with the next step. Recurrent states may have advanced, so their
+        sequences are recomputed.
         """
         self.remote_prompts.arrive_again(step)
         if self.limits.sizes.rewinds:
@@ -176,7 +176,7 @@ class Scheduler:
 
     def commit(self, step: ScheduledStep, accepted: Mapping[int, int] = MappingProxyType({})) -> None:
         """Count the rows of ``step``, the last scheduled step, as cached.
-        ``accepted``: how many draft tokens of each sequence become output tokens; 0 for sequences not listed.
+        ``accepted``: how many draft tokens of each sequence become output tokens; 0 for sequences that are not listed.
         """
         self.store.note_rows(step.mini_batches, step.arrived)
         self.store.tails.advance(self._rows)
@@ -207,14 +207,14 @@ class Scheduler:
         return self.remote_prompts.computed(job_id, now_seconds)
 
     def prefill_failed(self, job_id: int, now_seconds: float = 0.0) -> None:
-        """Queue the sequence of the failed job ``job_id`` by age. A lost prefill worker is one cause of failure."""
+        """Queue the sequence of the failed job ``job_id`` by age. A job fails, for example, if its worker is lost."""
         sequence = self.remote_prompts.failed(job_id, now_seconds)
         if sequence is not None:
             self.store.leave(sequence, keep=False)
             self.lifecycle.begin_again(sequence)
 
     def finish(self, sequence: TokenSequence, reason: str = "abort") -> None:
-        """Remove ``sequence``, which waits or runs. Its blocks are retained, or released with the next step.
+        """Remove ``sequence``, which waits or runs. Its blocks become a prefix, or are released with the next step.
         ``reason``: "stop", "length", "abort" or "error". Siblings that are not forked yet are removed too.
         """
         if sequence in self._residents:
@@ -224,7 +224,7 @@ class Scheduler:
             self.queue.discard(sequence)
 
     def _most_rows(self, num_decodes: int) -> int:
-        """Return the most rows that this step may have, for ``num_decodes`` decodes and for prompts together."""
+        """Return the most rows that this step may have, with ``num_decodes`` decodes and prompts together."""
         seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         control = self.admission.load_control
         if not control.bounds_rows:

@@ -1,4 +1,4 @@
-"""Schedules as settings of one admission rule, the limits of a scheduler, and how prompts are cut."""
+"""Schedules, given as settings of one scheduler; the limits of a scheduler; and how prompts are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdecode.scheduler.sequence import Sizes
 
 
 class Prefill(Enum):
-    """The ways in which prompt tokens share a step with decodes."""
+    """How prompt tokens are computed in the same steps as decodes, or in others."""
 
     UNBOUNDED = "whole, all at once, whatever the token budget"
     FIRST = "in steps of their own, while the decodes wait"
@@ -91,5 +91,5 @@ class Limits:
 
     @property
     def sizes(self) -> Sizes:
-        """Arithmetic for the number of blocks that sequences take in the R-workers' caches."""
+        """The rules that count how many blocks a sequence takes in an R-worker's cache."""
         return Sizes(self.block_size, self.state_blocks, self.state_worth_blocks)

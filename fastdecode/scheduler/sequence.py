@@ -1,4 +1,4 @@
-"""A sequence of tokens with the state that the scheduler keeps for it, and its size in blocks."""
+"""A sequence of tokens with the scheduler's data about it, and rules for its size in blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ class TokenSequence:
 
     ``max_tokens`` bounds the output; ``num_cached`` tokens are in R-workers' caches.
 
-    ``sequence_id`` grows with arrival: a lower one is older. ``siblings`` share the prompt (``SamplingParams.n`` > 1).
-    This sequence computes the prompt; then its siblings are forked from it. ``num_prefill`` tokens have to be computed
-    before it can decode: its prompt, and after a preemption also its output so far.
+    ``sequence_id`` grows with arrival: a lower one is older. ``siblings``: other samples of the same prompt
+    (``SamplingParams.n`` > 1), which are forked from this sequence once it has computed the prompt. ``num_prefill``:
+    tokens to compute before it can decode: its prompt and, after a preemption, the output tokens that it had.
 
-    ``segments``: where its tokens are cached, in order; empty before it starts. It appends to its ``tail``. Earlier
-    segments are ``closed``: full and read-only. Later ones, ``ahead``, have blocks for the rest of the prompt, or
-    remained when an earlier one was lost. While it has a cache, its progress is in ``row`` of ``table``.
+    ``segments``: where its tokens are cached, in order; empty before it starts. It appends to its ``tail``. Segments
+    before the tail are ``closed``: full and read-only. Segments ``ahead`` come after it: they have blocks for the rest
+    of the prompt, or were left when an earlier one was lost. While it has a cache, its progress is in ``row`` of
+    ``table``.
 
     ``num_hit_tokens``: prompt tokens found in the prefix cache at its start. ``outputs_at_start``: output tokens at its
     last start, None before the first. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: the prefill
-    workers' job that computes its prompt; 0 if the S-worker does. ``scored``: logits of the prompt are wanted, so that
-    the S-worker computes all of it. ``woken_on``: the R-worker that has loaded its prefix from disk; -1 for none.
+    workers' job that computes its prompt; 0 if the S-worker does. ``scored``: all prompt tokens need logits, so the
+    S-worker computes the whole prompt. ``woken_on``: the R-worker that has loaded its prefix from disk; -1 for none.
     """
 
     sequence_id: int
@@ -111,7 +112,7 @@ class TokenSequence:
 
     @property
     def in_prompt(self) -> bool:
-        """True while prompt or preempted tokens must be computed before the sequence can decode."""
+        """True while tokens of the prompt, or those dropped by a preemption, must be computed before decoding."""
         return self.num_cached < self.num_prefill
 
     def is_on(self, worker: int) -> bool:
@@ -133,7 +134,7 @@ def text_tokens(prompt: list[int], output: list[int], start: int, count: int) ->
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts the cache blocks of sequences by the same rules as the R-workers.
+    """Counts how many blocks sequences take in a cache, by the same rules as the R-workers.
 
     ``block_size``: tokens of a block. ``fixed``: blocks per sequence in addition to those of its tokens.
     ``worth_blocks``: blocks of tokens that would take as much memory as one sequence's states in the S-worker.
@@ -152,12 +153,12 @@ class Sizes:
         return num_blocks - self.fixed
 
     def blocks_of_copy(self, num_tokens: int) -> int:
-        """Return how many blocks a copy of a sequence needs of its own: fixed ones, and a partly filled one."""
+        """Return how many blocks a forked sequence does not share: fixed ones, and the last one if partly full."""
         return self.fixed + (num_tokens % self.block_size > 0)
 
     @property
     def rewinds(self) -> bool:
-        """True if a sequence can be truncated after any of its tokens."""
+        """True if a sequence can be truncated after any of its tokens, since it has no recurrent state."""
         return self.fixed == 0
 
     @property

@@ -13,9 +13,9 @@ from fastdecode.scheduler.waiting import WaitingQueue
 @dataclass(frozen=True)
 class RWorkerSnapshot:
     """One R-worker, present or lost.
-    Of its ``num_blocks`` KV blocks, ``free`` hold nothing. ``retained`` hold only prefixes, which can be evicted at any
-    time. ``reserved`` belong to unfinished copies to it. ``num_sequences``: sequences that append there.
-    ``num_controls``: control messages (copy, free, ...) that wait to be sent to it.
+    Of its ``num_blocks`` KV blocks, ``free`` are unused. ``retained`` are used by prefixes only, which can be evicted
+    at any time. ``reserved`` are for unfinished copies to this R-worker. ``num_sequences``: sequences that append
+    there. ``num_controls``: control messages (copy, free, ...) that wait to be sent to it.
     """
 
     index: int
@@ -31,7 +31,7 @@ class RWorkerSnapshot:
 
     @property
     def used(self) -> int:
-        """The number of blocks that sequences hold, including unfinished copies."""
+        """The number of blocks that sequences and unfinished copies use."""
         return self.num_blocks - self.free - self.retained
 
 
@@ -52,9 +52,9 @@ class SegmentSnapshot:
 @dataclass(frozen=True)
 class SequenceSnapshot:
     """A sequence of ``num_tokens`` prompt and output tokens. It appends to the segment with index ``tail``.
-    ``num_cached`` tokens are cached in ``segments``. ``decodes``: its prompt is cached. ``job_id``: the prefill
-    workers' job that computes its prompt; 0 for none. ``uses_scratch``: the S-worker holds its prompt's keys and values
-    until the prompt is computed.
+    ``num_cached`` tokens are cached in ``segments``. ``decodes``: True once its prompt is cached. ``job_id``: the
+    prefill workers' job that computes its prompt; 0 for none. ``uses_scratch``: the S-worker holds its prompt's keys
+    and values until the prompt is computed.
     """
 
     sequence_id: int
@@ -74,7 +74,7 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True)
 class TransferSnapshot:
-    """An unfinished copy of a segment to ``num_blocks`` blocks on R-worker ``target``, with ``num_copied`` tokens."""
+    """An unfinished copy of a segment to R-worker ``target``: ``num_copied`` tokens, with ``num_blocks`` blocks."""
 
     sequence_id: int
     cache_id: int
@@ -146,7 +146,7 @@ class Snapshot:
 
 def take_snapshot(store: Store, queue: WaitingQueue, with_sequences: bool = True) -> Snapshot:
     """Return a snapshot of ``store`` and ``queue``.
-    Without ``with_sequences``, ``sequences`` is empty; including thousands takes milliseconds.
+    Without ``with_sequences``, ``sequences`` is empty; listing thousands takes milliseconds.
     """
     residents = store.residents
     running = sorted(residents.all, key=lambda each: each.sequence_id) if with_sequences else []

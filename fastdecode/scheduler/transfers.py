@@ -1,4 +1,4 @@
-"""Copies between R-workers, made between two steps: one queue of moves and of second copies."""
+"""Copies between R-workers, made between two steps: one queue for moves and for second copies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastdecode.scheduler.waiting import Lifecycle
 
 
 class Transfers:
-    """One queue of transfers: off draining R-workers, to newcomers, for balance, and for missing second copies.
+    """One queue of transfers: away from draining R-workers, to new ones, for balance, and for missing second copies.
 
-    The target's blocks are reserved as soon as a transfer is chosen.
+    When a transfer is chosen, the target's blocks are reserved at once.
     """
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, lifecycle: Lifecycle) -> None:
-        """``limits`` with two copies of each sequence exclude moves for balance, since either holder may attend."""
+        """With two copies of each sequence in ``limits``, nothing moves for balance: either copy can attend."""
         self._store, self._lifecycle, has_two = store, lifecycle, limits.placing.twice
         self._price = TransferPrice(limits.seconds_per_moved_token)
         corrects = math.isfinite(limits.seconds_per_moved_token) and not has_two
@@ -31,12 +31,13 @@ class Transfers:
 
     def begin_next(self) -> Transfer | None:
         """Choose what to copy next, reserve its blocks and return the transfer; None for nothing.
-        Call it between two steps, after the R-workers have received their controls. After each transfer call
-        :meth:`done`, or this method again. Draining R-workers drop copies that others hold too. Sequences that must
-        leave a draining R-worker, but find no room, are preempted.
+        Call this between two steps, after the R-workers have received their controls. After each transfer call
+        :meth:`done`, or this method again. Draining R-workers drop copies if another R-worker has one too. Sequences
+        that must leave a draining R-worker, but find no free blocks, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
-            self._store.transfers.drop(transfer)  # moves take one piece, so this one was not carried out
+            # a move takes one piece, so it would be finished if it had been carried out
+            self._store.transfers.drop(transfer)
         if self.copies:
             self._lifecycle.carry_out(self.copies.leave_draining())
         for sequence in self.moves.homeless():
@@ -60,7 +61,7 @@ class Transfers:
         self._store.transfers.advance(transfer)
 
     def joined(self, worker: int) -> None:
-        """Move sequences, or second copies, to the new R-worker ``worker`` before later steps."""
+        """From now on, move sequences or second copies to the new R-worker ``worker`` between steps."""
         (self.copies.joined if self.copies else self.moves.even_out)(worker)
 
     def lost(self) -> None:

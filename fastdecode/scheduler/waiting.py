@@ -1,4 +1,4 @@
-"""Waiting sequences, oldest first, and their transitions between the queue and the store."""
+"""Waiting sequences, oldest first, and how sequences change between the queue and the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 class WaitingQueue:
     """The waiting sequences by age.
-    A sequence is set aside while another computes its prefix, or while its prefix is loaded from a disk.
+    A sequence is set aside while another computes its prefix (it "follows"), or while its prefix is loaded from a disk.
     """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
@@ -26,16 +26,16 @@ class WaitingQueue:
         self._aside: dict[int, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return the number of waiting sequences, followers and sequences set aside included."""
+        """Return the number of waiting sequences, with those that were set aside."""
         return len(self._waiting) + sum(map(len, self._following.values())) + len(self._aside)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Yield the waiting sequences, oldest first, without followers and sequences set aside."""
+        """Yield the waiting sequences, oldest first, without those that were set aside."""
         return iter(self._waiting)
 
     @property
     def all(self) -> list[TokenSequence]:
-        """All waiting sequences in no order, followers and sequences set aside included."""
+        """All waiting sequences in no order, with those that were set aside."""
         followers = (follower for group in self._following.values() for follower in group)
         return [*self._waiting, *followers, *self._aside.values()]
 
@@ -47,7 +47,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> TokenSequence | None:
-        """The oldest waiting sequence, once followers are set aside; None if no sequence waits."""
+        """The oldest waiting sequence after those that follow another one; None if no sequence waits."""
         return self._waiting[0] if self._waiting else None
 
     @property
@@ -66,7 +66,7 @@ class WaitingQueue:
         return self._waiting.pop(0)
 
     def release_followers(self, leader: TokenSequence) -> None:
-        """Queue the followers of ``leader`` again: it has computed its prompt, or never will."""
+        """Queue the sequences that wait for the prefix of ``leader`` again: it is computed, or never will be."""
         for sequence in self._following.pop(leader.sequence_id, []):
             self._insert(sequence)
 
@@ -90,7 +90,7 @@ class WaitingQueue:
         return sequence.sequence_id in self._aside
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Remove ``sequence`` from the queue, followers and sequences set aside; do nothing if it does not wait."""
+        """Remove ``sequence`` from the queue and from those set aside; do nothing if it does not wait."""
         self._aside.pop(sequence.sequence_id, None)
         for group in (self._waiting, *self._following.values()):
             if sequence in group:
@@ -102,8 +102,8 @@ class WaitingQueue:
 
 class Lifecycle:
     """Carries out policies' decisions, and moves sequences between the queue and the store.
-    Followers of a sequence are queued again when it ends or restarts. ``num_preemptions``: how many times a sequence
-    was preempted.
+    If a sequence ends or restarts, those that wait for its prefix are queued again. ``num_preemptions``: how many times
+    a sequence was preempted.
     """
 
     def __init__(self, store: Store, queue: WaitingQueue) -> None:
@@ -111,7 +111,7 @@ class Lifecycle:
         self._store, self._queue = store, queue
 
     def carry_out(self, decision: Decision[T]) -> T:
-        """Carry out the operations of ``decision``, each before the next is decided; return its result."""
+        """Carry out the operations of ``decision`` one after another, as it asks for them; return its result."""
         answer: Any = None
         while True:
             try:
@@ -134,7 +134,7 @@ class Lifecycle:
                 return self._store.carry_out(operation)
 
     def finish_prompt(self, sequence: TokenSequence) -> None:
-        """Let ``sequence``, whose prompt is cached, decode, and queue its followers again."""
+        """Let ``sequence``, whose prompt is cached, decode; queue the sequences that waited for its prefix."""
         self._store.finish_prompt(sequence)
         self._queue.release_followers(sequence)
 
@@ -159,6 +159,6 @@ class Lifecycle:
         self._queue.release_followers(sequence)
 
     def discard(self, sequence: TokenSequence) -> None:
-        """Remove ``sequence``, which waits and will never run."""
+        """Remove the waiting ``sequence``, which will never run."""
         self._queue.discard(sequence)
         self._queue.release_followers(sequence)

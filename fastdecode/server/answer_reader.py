@@ -141,7 +141,7 @@ class ParsedReader:
         return []
 
     def _shown(self, text: str) -> list[Piece]:
-        """Return ``text`` as content, after the held-back text of a wrapper for tool calls that held no calls."""
+        """Return ``text`` as content. A held-back wrapper for tool calls comes before it, since no call followed."""
         if self._wrapper and not text.strip():
             self._wrapper += text
             return []
@@ -174,7 +174,7 @@ class ParsedReader:
         try:
             read = [self._call(each) for each in self._read(region)]
             if not read:
-                raise ValueError("no calls")
+                raise ValueError("there are no calls in this text")
         except (ValueError, RecursionError):
             return self._shown(region.text)
         before = self._content.mark()
@@ -205,7 +205,7 @@ class ParsedReader:
         name = function.get("name")
         given = function.get("arguments", function.get("parameters"))
         if not isinstance(name, str) or name.strip() not in self._names:
-            raise ValueError("no such function was offered")
+            raise ValueError(f"the request offers no function {name!r:.80}")
         return name.strip(), arguments_text(given), call.get("id")
 
     def _id(self, number: int, given: Any) -> str:

@@ -24,9 +24,9 @@ INVALID = "invalid_request_error"
 class AnswerForm:
     """The form of the answers to one request, for a chat or a completion.
 
-    ``return_token_ids``: include token ids. ``echoes``: the prompts, if completions begin with them. ``only_echoes``:
-    completions have nothing else. ``reading``: how to split a chat's text. ``tells_thoughts``: include reasoning in
-    a chat's message.
+    ``return_token_ids``: include token ids. ``echoes``: the prompts' texts, if the request asks to repeat each prompt
+    before its completion. ``only_echoes``: the request asks for no new tokens. ``reading``: how to split a chat's text.
+    ``tells_thoughts``: include reasoning in a chat's message.
     """
 
     chat: bool
@@ -95,7 +95,7 @@ def error_body(message: str, kind: str = INVALID, code: int | str = 400, param: 
 
 
 def is_refusal(reason: str) -> bool:
-    """Return whether ``reason`` blames the request: its own constraints allowed the completion no further token."""
+    """Return whether ``reason``, of a failed request, says that the request's constraints allowed no further token."""
     return reason.startswith((UNFOLLOWED, NO_TOKEN))
 
 

@@ -163,5 +163,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         error = ApiError(500, "the server made a mistake: see its log", "server_error")
     response = message_error_response(error) if is_messages(request.scope) else error_response(error)
     if response.status_code in (408, 413):
-        response.headers["connection"] = "close"  # the rest of the request's body is not read
+        response.headers["connection"] = "close"  # the unread rest of the body must not be taken for a request
     return response

@@ -47,7 +47,10 @@ class Archive:
         return found
 
     async def conversation(self, asked: Asked) -> tuple[list[dict[str, Any]], ChatRequest | CompletionRequest]:
-        """Return a Responses request's messages without instructions, else []; and ``asked`` as chat or completion."""
+        """Return the conversation of ``asked`` without instructions, and ``asked`` as a chat or completion request.
+
+        The conversation is [] unless ``asked`` is a Responses request.
+        """
         if not isinstance(asked, ResponsesRequest):
             return [], chat_meant(asked, [])
         if self.keeper is None:
@@ -67,7 +70,10 @@ class Archive:
         return found
 
     async def left_at(self, route: str, last_event_id: str) -> tuple[ApiRequest, str]:
-        """Return the request whose stream sent ``last_event_id``, and the place in that stream. Raise ApiError."""
+        """Return the request whose stream sent ``last_event_id``, and the event's place in that stream.
+
+        Raise ApiError if no kept request has this event.
+        """
         answer_id, _, place = last_event_id.rpartition(":")
         if self.keeper is None:
             raise ApiError(400, f"Last-Event-ID: {NOT_KEPT}", param="Last-Event-ID")

@@ -58,4 +58,4 @@ async def _join(request: Request, most: int, too_long: ApiError) -> bytearray:
         body += part
         if len(body) > most:
             raise too_long
-    return body  # avoid a copy, for which all streams would wait
+    return body  # the buffer itself, since all streams would wait while it is copied

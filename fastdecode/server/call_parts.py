@@ -55,7 +55,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def mended_escapes(text: str) -> str:
-    """Return the JSON ``text`` with each escape of a lone surrogate replaced by that of U+FFFD, which is as long."""
+    r"""Return the JSON ``text`` with each escape of a lone surrogate, such as \ud800, replaced by \ufffd."""
     if "\\u" not in text:
         return text
     escapes = re.compile(f"{_HIGH}{_LOW}|(?P<lone>{_HIGH}|{_LOW})|" + r"\\[^u]|\\u")
@@ -95,7 +95,7 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
     if not found:
-        raise ValueError("no calls")
+        raise ValueError("there are no calls in this text")
     return found
 
 
@@ -117,10 +117,10 @@ def _python_calls(text: str) -> Iterator[dict[str, Any]]:
         value = each.value if isinstance(each, ast.Expr) else None
         for call in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
             if not isinstance(call, ast.Call) or call.args:
-                raise ValueError("not a call with keywords")
+                raise ValueError("a call must be a name with keyword arguments")
             named = {each.arg: _value(each.value) for each in call.keywords if each.arg is not None}
             if len(named) != len(call.keywords):
-                raise ValueError("a keyword stands twice, or has no name")
+                raise ValueError("a keyword is given twice, or has no name")
             yield {"name": ast.unparse(call.func), "arguments": named}
 
 
@@ -134,9 +134,9 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [_value(each) if each is not None else None for each in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("keys must be text")
+            raise ValueError("keys of an object must be text")
         return dict(zip(keys, map(_value, node.values), strict=True))
     value = ast.literal_eval(node)
     if isinstance(value, bytes | complex | set) or value is ...:
-        raise ValueError("not a value of JSON")
+        raise ValueError("an argument must be a JSON value")
     return value

@@ -10,7 +10,7 @@ from fastdecode.server.call_parts import CallPart
 
 
 class ChatWriter:
-    """Writes the message of one answer. Reasoning goes into two fields; ``reasoning`` is vLLM's newer name."""
+    """Writes the message of one answer. It has reasoning twice: as ``reasoning`` and under vLLM's older field name."""
 
     def __init__(self, reading: AnswerReading, answer: str, tells_thoughts: bool = True) -> None:
         """``answer``: the answer's id, from which ids of calls are derived."""
@@ -34,7 +34,7 @@ class ChatWriter:
         calls = {"tool_calls": [_call_delta(part) for part in parts]} if parts else {}
         is_told = content or not (parts or thoughts or self._reading.forced)
         if not (is_told or thoughts or calls or finished):
-            return None  # all that is new is reasoning, which this client does not get
+            return None  # only reasoning is new, which this client does not get
         return {**({"content": content} if is_told else {}), **_thoughts(thoughts), **calls}
 
     def _sorted(self, pieces: Sequence[Piece]) -> tuple[str, str, list[CallPart]]:

@@ -125,7 +125,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _count_field(self, *parts: bytes) -> None:
-        self._field_bytes += sum(map(len, parts)) + 4  # 4 more bytes: a colon, a space and the end of the line
+        self._field_bytes += sum(map(len, parts)) + 4  # 4: a colon, a space, and 2 bytes at the line's end
         if self._field_bytes > MOST_HEADER_BYTES:
             self._refuse_header()
 

@@ -39,7 +39,7 @@ class Exchange:
         params: SamplingParams,
         arrival_seconds: float | None = None,
     ) -> None:
-        """``arrival_seconds``: when the request arrived, on ``time.perf_counter``; None for now."""
+        """``arrival_seconds``: when the request arrived, on ``time.perf_counter``; None means the present time."""
         self.exchange_id = exchange_id
         self.arrival_seconds = time.perf_counter() if arrival_seconds is None else arrival_seconds
         self.prompts = prompts

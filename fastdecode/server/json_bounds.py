@@ -53,7 +53,7 @@ def outside_strings(data: bytes | bytearray, piece_bytes: int = PIECE_BYTES) -> 
 def _check_size(data: bytes | bytearray) -> None:
     """Raise RequestError if the JSON ``data`` has more than MOST_VALUES values or MOST_NODES nodes.
 
-    Text inside strings is excluded only if there seem to be too many values.
+    It counts commas, colons and brackets, also those in strings. If there are too many, it counts without strings.
     """
     raw = (bytes(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES))
     if _too_many(raw) and (found := _too_many(outside_strings(data))):
@@ -61,7 +61,7 @@ def _check_size(data: bytes | bytearray) -> None:
 
 
 def _too_many(pieces: Iterable[bytes]) -> str:
-    """Return the limit that ``pieces`` of JSON without strings exceed, or "". Other threads run meanwhile."""
+    """Return the limit that the JSON in ``pieces`` exceeds, or "". Other threads run between two pieces."""
     num_values = num_nodes = 0
     for piece in pieces:
         characters = np.frombuffer(piece, np.uint8)

@@ -166,12 +166,12 @@ class Keeper:
             else:
                 failed = api_error(exchange.error)
                 kept.failure = Failure(failed.status, str(failed), failed.kind)
-            self._write(self._store.write, kept).add_done_callback(lambda done: self._is_stored(held, done.result()))
+            self._write(self._store.write, kept).add_done_callback(lambda done: self._count_stored(held, done.result()))
             return
         held.is_written = True
         self.left(held.request)
 
-    def _is_stored(self, held: _Held, num_bytes: int | None) -> None:
+    def _count_stored(self, held: _Held, num_bytes: int | None) -> None:
         """Count the stored answer's ``num_bytes`` (None: writing failed); delete the oldest answers above limits."""
         if held.is_deleted:
             return
@@ -194,7 +194,7 @@ class Keeper:
             self.delete(request.answer_id)
 
     def _write(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call ``function`` in the store's thread. The result is None if it fails, which is logged."""
+        """Call ``function`` in the store's thread. If the call fails, log why; the result is then None."""
         return asyncio.get_running_loop().run_in_executor(self._store.thread, _logging, function, *args)
 
 

@@ -1,7 +1,7 @@
 """API requests on disk next to the journal: bodies of unanswered requests, and stored answers.
 
-Each request is one file, written elsewhere and renamed. The folder's name has a number that each server increments. If
-another server took over while this one was suspended, this one finds its folder gone, and changes nothing.
+Each request is one file, written under a temporary name and renamed. The folder's name has a number that each server
+increments. If another server took over while this one was suspended, this one finds no folder and changes nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RequestStore(Protocol):
 
 
 class KeptFiles:
-    """A ``RequestStore`` in files beside those of a journal, for one server at a time."""
+    """A ``RequestStore`` in files next to a journal's files, for one server at a time."""
 
     most_bytes: float = math.inf
 

@@ -68,7 +68,7 @@ class MessagesRequest(SampledRequest, kw_only=True):
 
 
 def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatRequest:
-    """Return the chat request that means the same. Raise RequestError for unsupported or invalid values."""
+    """Return ``request`` as a request of OpenAI's chat API. Raise RequestError for unsupported or invalid values."""
     if request.mcp_servers:
         raise RequestError("mcp_servers is not supported: connect to them from the client, and give their tools")
     choice, messages = request.tool_choice, _system(request.system) + _messages(request.messages)
@@ -96,7 +96,7 @@ def chat_of_messages(request: MessagesRequest | CountTokensRequest) -> ChatReque
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else [_text(block, "system") for block in system or ()]
-    # A system text that begins so is a billing header: it is no instruction, and it differs in each request
+    # A system text with this beginning is a billing header: no instruction, and different in each request
     billing = "x-anthropic-billing-header"
     told = [text for text in texts if text and not text.startswith(billing)]
     return [{"role": "system", "content": "\n".join(told)}] if told else []

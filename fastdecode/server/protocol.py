@@ -200,7 +200,7 @@ def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
     })  # fmt: skip
     taken = sorted(known_kwargs & set(more))
     if taken:
-        raise RequestError(f"chat_template_kwargs must not name {taken[0]}")
+        raise RequestError(f"chat_template_kwargs must not name {taken[0]}: requests set it")
     given: dict[str, Any] = {
         "tools": None if request.tool_choice == "none" else request.tools,
         "add_generation_prompt": request.add_generation_prompt,
@@ -222,7 +222,7 @@ def forced_calls_of(request: GenerationRequest) -> ForcedCalls | None:
 def _chat_params(request: ChatRequest) -> dict[str, Any]:
     """Return SamplingParams fields whose names or meanings differ in a chat: log-probabilities and ``max_tokens``."""
     if request.top_logprobs and not request.logprobs:
-        raise RequestError("logprobs must be true beside top_logprobs")
+        raise RequestError("logprobs must be true if top_logprobs is given")
     found: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
     if request.max_completion_tokens is not None:
         found["max_tokens"] = request.max_completion_tokens

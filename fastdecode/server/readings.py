@@ -69,9 +69,9 @@ class Readings:
         return self._syntax.for_request(_may_call(request)) if self._syntax else None
 
     def _end(self, token_ids: Sequence[int], has_begun: Any) -> str:
-        """Return the text of the prompt's last tokens if ``has_begun`` accepts it, else the whole prompt's text."""
+        """Return the text of the prompt's last tokens, or of the whole prompt if ``has_begun`` does not accept it."""
         decode = self._tokenizer.backend.decode
-        # Last tokens of a prompt that are searched first for the header of the answer
+        # Number of last prompt tokens to search first for the header of the answer
         near_tokens = 64
         near: str = decode(list(token_ids[-near_tokens:]), skip_special_tokens=False)
         if has_begun(near) or len(token_ids) <= near_tokens:

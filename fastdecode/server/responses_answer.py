@@ -170,7 +170,7 @@ class GrowingResponse:
         """Yield the events that begin an item of ``kind`` with one growing ``part``. Return the item."""
         yield from self._end_part("completed")
         number = f"_{len(self._items)}" if self._items else ""
-        # Prefixes of the ids of items
+        # Prefixes of item ids, by the item's type
         prefixes = {"message": "msg", "reasoning": "rs"}
         item = {"id": f"{prefixes[kind]}_{self._form.answer_id}{number}", "type": kind, **told}
         self._items.append({**item, "status": "in_progress", "content": []})

@@ -21,7 +21,7 @@ SAME = (*SampledRequest.__struct_fields__, "parallel_tool_calls", "chat_template
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of the answer's text. ``schema``: of type "json_schema". ``strict``: as in a chat."""
+    """The format of the answer's text. ``schema``: set for type "json_schema". ``strict``: as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -88,7 +88,7 @@ def chat_of(request: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRe
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``messages`` with the instructions prepended to their first system message, or as a new one."""
+    """Return ``messages`` with the instructions in front of their system message, or as a new system message."""
     if instructions is None:
         return messages
     is_system = bool(messages) and messages[0]["role"] == "system"

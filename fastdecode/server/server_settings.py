@@ -182,7 +182,7 @@ class ServerSettings:
         reserved = frozenset({"chat_template", "tokenize", "conversation", "messages", "tools", "add_generation_prompt",
                               "add_special_tokens", "continue_final_message"})  # fmt: skip
         if taken := sorted(reserved & self.default_chat_template_kwargs.keys()):
-            raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests and flags say it")
+            raise ConfigError(f"default_chat_template_kwargs must not name {taken[0]}: requests or flags set it")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
             raise ConfigError(f"root_path must be a path such as /llm, not {self.root_path!r:.80}")
 
@@ -214,7 +214,7 @@ class ServerSettings:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, refuse_password)
             self._check_clients_certificates(context)
-        except OSError as error:  # includes ssl.SSLError
+        except OSError as error:  # ssl.SSLError is an OSError too
             raise ConfigError(
                 f"ssl_certfile, ssl_keyfile: {self.ssl_certfile!r} and {self.ssl_keyfile!r} are no certificate and key "
                 f"in PEM that belong together ({error.strerror or error})"

@@ -203,9 +203,9 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(lane, function, *args)
 
     def read_vocabulary_soon(self) -> None:
-        """Read the vocabulary that structured outputs need before a request comes, if the grammar library is installed.
+        """Start to read the vocabulary for structured outputs, if the grammar library is installed.
 
-        This holds up all threads, and so all streams.
+        Reading stops all threads for a while, so it must come before the first request has a stream.
         """
         if self._grammars:
             self._compiling.submit(_read_vocabulary, self._grammars)
@@ -261,7 +261,7 @@ class Service:
 def _read_vocabulary(grammars: Grammars) -> None:
     try:
         grammars.read_vocabulary()
-    except (RequestError, ConfigError) as error:  # requests that need the vocabulary report the error
+    except (RequestError, ConfigError) as error:  # only requests that need the vocabulary report this
         logger.debug("no structured outputs: %s", error)
 
 

@@ -68,7 +68,7 @@ class PromptPlaces:
 
 @dataclass(frozen=True)
 class SourceForm:
-    """The form of attention sources in an answer. ``prompts``: one per prompt; ``num_samples``: choices per prompt."""
+    """How an answer shows attention sources. ``prompts``: places by prompt; ``num_samples``: choices per prompt."""
 
     prompts: tuple[PromptPlaces | None, ...] = (None,)
     num_samples: int = 1

@@ -30,7 +30,7 @@ SSE_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Sends the answer to ``request``, whole or as a stream, in a subclass's form. ``last``: the end of a stream."""
+    """Sends the answer to ``request``, whole or as a stream, in a subclass's form. ``last``: a stream's last bytes."""
 
     last = b""
 
@@ -137,7 +137,7 @@ class TextResponse(GenerationResponse):
         count = exchange.params.n
         news = await self._reading.news()
         if form.echoes:
-            while not all(exchange.outputs):  # each prompt's latest output
+            while not all(exchange.outputs):  # wait until every prompt has an output
                 news |= await self._reading.news()
         for index, choice in enumerate(place.choices):
             output = exchange.outputs[index // count] or next(iter(news.values()))

@@ -13,7 +13,10 @@ Parts = Sequence[Mapping[int, HeldSequence]]
 
 
 def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence]]:
-    """Return the ``Parts`` of one logical R-worker. ``infos``: each rank's ``RWorkerInfo`` of it, as a dictionary."""
+    """Return, for each rank, the sequences that its R-worker caches, by cache id.
+
+    ``infos``: each rank's ``RWorkerInfo`` as a dictionary. The R-workers together form one logical R-worker.
+    """
     return [
         {each["cache_id"]: HeldSequence(each["cache_id"], each["num_tokens"], tuple(each["blocks"])) for each in held}
         for held in (info["held"] for info in infos)
@@ -21,10 +24,10 @@ def read_held(infos: Sequence[Mapping[str, Any]]) -> list[dict[int, HeldSequence
 
 
 def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
-    """Return the sequences that every rank's part holds, cut to the tokens that all parts hold.
+    """Return the sequences that all ranks' R-workers cache, each cut to the tokens that all of them hold.
 
-    Two sequences share a block in the result only if they share it in every part. A step that only some parts had
-    begun may have separated the two in those parts.
+    Two sequences share a block in the result only if they share it on every rank. Ranks may differ, since a step that
+    was broken off may have begun on only some of them.
     """
     numbers: dict[tuple[int, ...], int] = {}
     found = []
@@ -37,7 +40,10 @@ def common(parts: Parts, block_size: int) -> tuple[HeldSequence, ...]:
 
 
 def levelling(part: Mapping[int, HeldSequence], kept: Sequence[HeldSequence]) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the CONTROL records that free and truncate sequences of ``part`` until it holds exactly ``kept``."""
+    """Return the CONTROL records after which an R-worker that holds ``part`` holds exactly ``kept``.
+
+    The records free and truncate sequences.
+    """
     lengths = {each.cache_id: each.num_tokens for each in kept if each.num_tokens}
     gone = [(int(Verb.RELEASE), name, 0, 0) for name in part if name not in lengths]
     longer = [name for name, length in lengths.items() if part[name].num_tokens > length]

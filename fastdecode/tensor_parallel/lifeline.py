@@ -64,8 +64,8 @@ class Lifelines:
         if self._closed:
             return
         self.lost.append(name)
-        # Seconds that rank 0 may take to end normally once a rank is lost, even on a busy machine. Then this
-        # thread ends rank 0, which may wait for ever within a layer.
+        # Rank 0 may be stuck in a layer once another rank is lost. This thread ends rank 0 if it has not ended by
+        # itself after so many seconds, which suffice on a busy machine.
         first_ending_seconds = 20.0
         time.sleep(first_ending_seconds)
         if not self._closed:
@@ -74,9 +74,9 @@ class Lifelines:
 
 
 def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
-    """End this process when rank 0's process ends, until the returned function is called.
+    """Watch rank 0 from a thread, which ends this process when rank 0's process ends; return a function that stops it.
 
-    Raise RankLostError if rank 0 is not there.
+    Raise RankLostError if rank 0 cannot be reached.
     """
     try:
         line = socket.create_connection((host, port))
@@ -88,7 +88,7 @@ def hold_on(host: str, port: int, name: str) -> Callable[[], None]:
     def watch() -> None:
         with contextlib.suppress(OSError):
             line.recv(1)
-        # Seconds that this rank may take to end normally once rank 0 is lost
+        # Seconds that this rank may take to end by itself once rank 0 is lost
         ending_seconds = 3.0
         if not over.wait(ending_seconds):
             os._exit(1)

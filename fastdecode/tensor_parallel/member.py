@@ -49,9 +49,9 @@ class Member:
     """
 
     def __init__(self, rank: Rank, pool: Group, in_turn: bool = False) -> None:
-        """``in_turn``: open the first rank's group before the others'.
+        """Store the arguments. With ``in_turn``, rank 0's group opens first, then all others.
 
-        If two jobs want the same R-workers, the job that gets the first R-worker gets all of them.
+        If two jobs want the same R-workers, the job that gets rank 0's also gets those of the other ranks.
         """
         self.rank, self.pool, self._in_turn = rank, pool, in_turn
         self._seconds_ahead = [np.inf] * rank.size
@@ -59,7 +59,7 @@ class Member:
         self._exported: np.ndarray | None = None
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
-        """Open all groups for the heads of their ranks; return the logical R-workers."""
+        """Open each rank's R-workers for the rank's heads; return the logical R-workers, each made of one per rank."""
         ranks = range(self.rank.size)
         turns: list[Sequence[int]] = [ranks[:1], ranks[1:]] if self._in_turn else [ranks]
         groups = [each for turn in turns for each in self._open_groups(turn, layout)]
@@ -72,7 +72,7 @@ class Member:
         return [_logical(infos, held) for infos, held in zip(several, self._level(several), strict=True)]
 
     def reserve(self, plan: StepPlan) -> None:
-        """Send the controls of ``plan`` to all groups; rank 0's group also begins the step with them."""
+        """Send the controls of ``plan`` to the R-workers of all ranks. Only rank 0's R-workers stay in the step."""
 
         def begin() -> dict[str, Any]:
             self.pool.begin_step(plan)
@@ -83,27 +83,27 @@ class Member:
         self.compare(begin)
 
     def end_step(self) -> StepReport:
-        """End the step in all groups; return their reports combined into one.
+        """End the step on all ranks' R-workers; return the ranks' reports combined into one.
 
-        R-workers lost in one group are dropped in the others. Raise WorkerLostError on all ranks if one group has none
+        If one rank lost R-worker i, every rank drops its R-worker i. Raise WorkerLostError on all ranks if none is
         left.
         """
         messages = self._exchange(lambda: report_message(self.pool.end_step(), time.perf_counter()), soon=True)
         now = time.perf_counter()
         for rank, message in enumerate(messages):
             self._seconds_ahead[rank] = min(self._seconds_ahead[rank], now - message.told["now"])
-        # ranks of one machine share a clock: less than 1 s is only a message's delay
+        # Clocks of ranks on one machine agree, so a difference below 1 s is only the message's delay
         ahead = [0.0 if abs(each) < 1 else each for each in self._seconds_ahead]
         report = combined([read_report(message, ahead[rank]) for rank, message in enumerate(messages)])
         self._gone.update(report.lost)
         for worker in report.lost:
             self.pool.give_up(worker)
         if len(self._gone) == len(report.workers):
-            raise WorkerLostError("no R-worker is left on every rank")
+            raise WorkerLostError("every logical R-worker has lost its R-worker of some rank: start R-workers again")
         return report
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """Return each row's block weights as the mean over the heads of all groups; None if a group has none."""
+        """Return each row's block weights, the mean over all ranks' heads; None if a rank could not weigh the row."""
 
         def weigh() -> Message:
             found = self.pool.weigh(rows, queries)
@@ -126,7 +126,7 @@ class Member:
 
         def give() -> dict[str, Any]:
             if self._exported is None:
-                raise BackendError("nothing was exported")
+                raise BackendError("import_ stores what export returned last: call export first")
             self.pool.import_(worker, sequence_id, num_tokens, self._exported, start)
             return {}
 
@@ -144,18 +144,17 @@ class Member:
         return {int(index): _logical([group[index] for group in groups]) for index in own}
 
     def dismiss(self, worker: int) -> None:
-        """Dismiss the R-worker in all groups."""
+        """Let R-worker ``worker`` leave on all ranks: each rank closes its connection to it."""
         self._gone.add(worker)
         self.pool.dismiss(worker)
 
     def _open_groups(self, ranks: Sequence[int], layout: KVLayout) -> list[dict[str, Any]]:
-        """Open the R-worker groups of ``ranks``; return the descriptions of all R-workers of each rank."""
         opens = self.rank.index in ranks
         answers = self.compare(lambda: {"infos": list(map(asdict, self.pool.open(layout)))} if opens else {})
         return [answers[rank] for rank in ranks]
 
     def _level(self, several: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[HeldSequence, ...]]:
-        """Return, per logical R-worker, the sequences that all groups hold; free all others in this rank's group."""
+        """Return, per logical R-worker, the sequences that all ranks hold; free all others on this rank's R-workers."""
         parts = [read_held(infos) for infos in several]
         held = [common(each, infos[0]["block_size"]) for each, infos in zip(parts, several, strict=True)]
         controls = tuple(levelling(each[self.rank.index], kept) for each, kept in zip(parts, held, strict=True))
@@ -186,7 +185,7 @@ class Member:
 
 
 def _logical(partners: Sequence[dict[str, Any]], held: tuple[HeldSequence, ...] = ()) -> RWorkerInfo:
-    """Describe the logical R-worker made of ``partners``, one per rank, by the lowest resources and all KV ports."""
+    """Return one description for ``partners``, one R-worker per rank: lowest resources, and all KV ports."""
     infos = [RWorkerInfo(**each) for each in partners]
     afters = [info.park_after for info in infos if info.park_after is not None]
     return replace(

@@ -26,10 +26,10 @@ Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 
 
 class TensorParallelBackend:
-    """An ``AttentionBackend`` over logical R-workers, of which every rank has a part.
+    """An ``AttentionBackend`` over logical R-workers, each made of one R-worker per rank.
 
-    The other ranks receive a step once: when its layers begin (``lead``), or at its end if it has none. Controls that
-    reserve blocks are sent at once, since prefill workers get the prompts of these blocks next.
+    Each step goes to the other ranks in one message: before its layers (``lead``), or at its end if it computes none.
+    Controls that reserve blocks go at once, since prefill workers fill these blocks next.
     """
 
     def __init__(self, member: Member, lifelines: Lifelines) -> None:
@@ -52,7 +52,7 @@ class TensorParallelBackend:
         return r_workers
 
     def parks(self, own: Parks) -> Parks:
-        """Return the access to the disks of all ranks' R-workers; ``own``: the access to this rank's disks."""
+        """Return access to the disks of all ranks' R-workers. ``own``: access to the disks of this rank's R-workers."""
         return RankParks(self, MemberParks(self._member, own))
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
@@ -80,7 +80,7 @@ class TensorParallelBackend:
 
     @contextlib.contextmanager
     def lead(self, step: ScheduledStep, overlap: bool, by: str = "model") -> Iterator[None]:
-        """Compute the layers of ``step`` on all ranks within the context. Ctrl-C takes effect after the layers.
+        """Within the context, let this rank compute the layers of ``step``, as all others do. Ctrl-C waits for the end.
 
         ``by``: the part of the model that computes the layers, see ``step_message``.
         """
@@ -198,7 +198,7 @@ class TensorParallelBackend:
         self._check()
         try:
             yield
-        except RuntimeError as error:  # raised by torch.distributed if a rank is gone
+        except RuntimeError as error:  # torch.distributed raises this if a rank is lost
             self._broken = True
             raise RankLostError(self._lifelines.describe(error)) from error
         except FastDecodeError:

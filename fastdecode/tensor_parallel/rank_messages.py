@@ -28,7 +28,7 @@ HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Message:
-    """A message between ranks. ``kind``: the action. ``told``: data for JSON. ``DTYPES`` lists dtypes of arrays."""
+    """A message between ranks. ``kind``: what to do. ``told``: arguments, sent as JSON. ``arrays``: see ``DTYPES``."""
 
     kind: str
     told: dict[str, Any] = field(default_factory=dict)

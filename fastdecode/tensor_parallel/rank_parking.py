@@ -1,7 +1,7 @@
-"""Parks prefixes on the disks of all ranks' R-workers: a chain has a file for each rank's heads.
+"""Parks prefixes on the disks of all ranks' R-workers: a parked prefix (``Chain``) has one file per rank's heads.
 
-A chain counts only if every rank has its file. A request is finished when it is finished on all ranks, and a rank that
-finished early waits for the others.
+A prefix can be loaded only if every rank has its file. A request is finished when it is finished on all ranks, and a
+rank that finished early waits for the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MemberParks:
                     answer = self._own.wake(worker, sequence_id, num_blocks, name, patience_ms)
             except WorkerLostError:
                 raise
-            except BackendError as error:  # the other ranks must release what they have loaded
+            except BackendError as error:
                 logger.warning("%s", error)
                 return Parked(Progress.FAILED, before.num_tokens)
             return answer
@@ -73,10 +73,10 @@ class MemberParks:
     def _ask(
         self, worker: int, asked: tuple[str, int, bytes], ask: Callable[[Parked], Parked]
     ) -> tuple[Parked, Parked]:
-        """Return the answer of all ranks together to ``asked``, and this rank's own answer.
+        """Return (the combined answer of all ranks to a request, this rank's own answer).
 
-        ``asked``: "park" or "wake", the sequence's id, and the chain's name. ``ask`` asks this rank's R-worker,
-        given the previous answer. A finished request is not asked again.
+        ``asked`` identifies the request: "park" or "wake", the sequence's id, the chain's name. ``ask`` repeats it to
+        this rank's R-worker, given its previous answer, unless the R-worker has finished.
         """
         known = self._mine.pop(worker, None)
         mine = known[1] if known and known[0] == asked else Parked(Progress.UNDER_WAY)
@@ -93,7 +93,7 @@ class MemberParks:
         return together, mine
 
     def _release(self, worker: int, sequence_id: int) -> None:
-        """Release the tokens that this rank's R-worker ``worker`` has loaded, since loading failed on a rank."""
+        """Release the tokens that this rank's R-worker ``worker`` has loaded, since another rank's load failed."""
         release = ((int(Verb.RELEASE), sequence_id, 0, 0),)
         num_workers = len(self._member.pool.workers)
         controls = tuple(release if index == worker else () for index in range(num_workers))
@@ -102,10 +102,10 @@ class MemberParks:
 
 
 class Tells(Protocol):
-    """Sends messages to all other ranks, and notices a rank that is gone (``TensorParallelBackend``)."""
+    """Sends messages to all other ranks, and detects lost ranks (``TensorParallelBackend``)."""
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
-        """Send ``message``, by which the other ranks do the same as ``do`` here; return the result of ``do``."""
+        """Send ``message`` to the other ranks, which then act as ``do`` does here; return the result of ``do``."""
 
 
 class RankParks:
@@ -148,7 +148,7 @@ def carry_out(parks: MemberParks, what: str, told: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A ``Parked`` in JSON."""
+    """The fields of a ``Parked`` with JSON's types, for messages between ranks."""
 
     progress: int
     num_tokens: int

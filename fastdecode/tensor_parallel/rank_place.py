@@ -37,14 +37,15 @@ class RankPlace:
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Return this process's place among ``size`` ranks of a launcher; None if they are not started yet.
+    """Return the place that a launcher such as torchrun gave this process among ``size`` ranks; None without ranks.
 
-    If a launcher started one process only (one task, or WORLD_SIZE 1), the engine itself starts the ranks. Raise
-    ConfigError if the launcher's number of ranks differs from ``size``, or rank 0's address is unknown.
+    If the launcher started a single process, the engine itself starts the other ranks. Raise ConfigError if the
+    launcher started another number of processes than ``size``, or if rank 0's address is unknown.
     """
     # The name of Slurm's launcher, which starts the tasks of a job step
     srun = "srun of Slurm"
-    # For each launcher, the variables with a process's rank, the number of ranks, and both numbers within its machine
+    # For each launcher, the variables that hold the rank, the number of ranks, the rank within the machine, and their
+    # number
     starters = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         "mpirun of Open MPI": (
@@ -67,8 +68,8 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
         host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
         if not host or not port.isdigit():
             raise ConfigError(
-                f"tensor_parallel_size: of {starter}, the ranks meet at MASTER_ADDR and MASTER_PORT: set both, to the "
-                f"host of rank 0 and a free port of it"
+                f"tensor_parallel_size: ranks of {starter} meet at MASTER_ADDR and MASTER_PORT: set them to the "
+                "host of rank 0 and a free port on it"
             )
         local = int(local_index) if local_index.isdigit() else 0
         own_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -80,9 +81,9 @@ def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPl
 
 
 def _tasks_of_step(environment: Mapping[str, str]) -> str:
-    """Return the number of tasks in this process's Slurm step; "1" in a batch script, which is a single process.
+    """Return the number of tasks in this process's Slurm step; "1" in a batch script, which runs as one process.
 
-    In a batch script there is no step, and SLURM_NTASKS is the number of tasks of the whole job.
+    A batch script runs outside steps, where SLURM_NTASKS is the number of tasks of the whole job.
     """
     in_step = any(environment.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEPID"))
     if environment.get("SLURM_JOB_ID") and not in_step:
@@ -91,10 +92,10 @@ def _tasks_of_step(environment: Mapping[str, str]) -> str:
 
 
 def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> EngineConfig:
-    """Return the settings of rank ``index`` of ``size``; ``num_here`` ranks share this machine.
+    """Return the settings of rank ``index`` of ``size``; ``num_here`` ranks run on this machine.
 
-    Each rank gets an equal number of R-workers at host:port, in order. Rank 0 listens at the port of ``pool_listen``,
-    rank 1 at the next one, and so on. Each rank's R-workers park in a folder of the rank.
+    The addresses in ``r_workers`` are divided equally, in order. Rank 0 listens at the port of ``pool_listen``, rank 1
+    at the next port, and so on. The R-workers of rank i park prefixes in the subfolder rank-i of ``park_dir``.
     """
     spec = config.r_worker_spec
     changes: dict[str, Any] = {}

@@ -42,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of all ranks. ``config``: rank 0's settings. ``on_one_machine``: whether all ranks share one."""
+    """Rank 0's view of the job: it starts or meets the other ranks, and opens one backend over all R-workers.
+
+    ``config``: rank 0's settings. ``on_one_machine``: True if all ranks run on the same machine.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
@@ -68,22 +71,22 @@ class Ranks:
         self.config = settings_of(own, 0, size, place.local_size if place else size)
 
     def backend(self, pool: AttentionBackend) -> TensorParallelBackend:
-        """Return one backend over ``pool``, rank 0's R-workers, and the R-workers of the other ranks."""
+        """Return one backend over the R-workers of all ranks; ``pool``: those of rank 0."""
         member = Member(self.rank, pool, self.config.stands_by)  # type: ignore[arg-type]
         return TensorParallelBackend(member, self._lifelines)
 
     def tell(self, run: Run) -> None:
-        """Send the journal's ``run`` to the other ranks, which name it to their R-workers.
+        """Tell the other ranks which ``run`` of the journal this is; their R-workers keep sequences under its name.
 
-        Raise RankLostError if one is gone.
+        Raise RankLostError if a rank is lost.
         """
         try:
             self.rank.broadcast(Message("run", asdict(run)).encode())
-        except RuntimeError as error:  # raised by torch.distributed if a rank is gone
+        except RuntimeError as error:  # torch.distributed raises this if a rank is lost
             raise RankLostError(self._lifelines.describe(error)) from error
 
     def close(self) -> None:
-        """End the started processes; may be called twice."""
+        """End the rank processes that this process started; may be called twice."""
         self._lifelines.close()
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes:
@@ -122,7 +125,7 @@ class Ranks:
             for index, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
                     raise RankLostError(
-                        f"rank {index} of tensor parallelism ended as it started, with {process.returncode}"
+                        f"rank {index} of tensor parallelism ended while it started, with status {process.returncode}"
                     )
             if time.monotonic() > deadline:
                 raise RankLostError(f"not all ranks of tensor parallelism came within {MEETING_SECONDS:.0f} s")
@@ -130,14 +133,17 @@ class Ranks:
 
 
 def follow(config: EngineConfig) -> None:
-    """If this process is not rank 0, serve rank 0 until it ends, then raise SystemExit. Call this first."""
+    """Serve rank 0 until it ends and exit, if a launcher started this process as another rank; return in rank 0.
+
+    Call this before anything else.
+    """
     place = find_place(config.tensor_parallel_size)
     if place is not None and place.index:
         serve(config, place)
 
 
 def serve(config: EngineConfig, place: RankPlace) -> None:
-    """Serve rank 0 as the rank at ``place``; raise SystemExit when rank 0 ends."""
+    """Run this process as the rank at ``place`` until rank 0 ends; then raise SystemExit."""
     ending = contextlib.ExitStack()
     try:
         meeting = Rendezvous(place.index, place.size, place.host, place.port, False)
@@ -151,7 +157,7 @@ def serve(config: EngineConfig, place: RankPlace) -> None:
         ending.close()
         leave()
         raise SystemExit(1) from None
-    except RuntimeError as error:  # raised by torch.distributed if a rank is gone
+    except RuntimeError as error:  # torch.distributed raises this if a rank is lost
         print(f"fastdecode: {place.name} ends: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         os._exit(1)
     ending.close()
@@ -167,7 +173,7 @@ class Follower:
     """A rank other than rank 0: its part of the model, its R-workers, and its answers to rank 0's messages."""
 
     def __init__(self, config: EngineConfig, rank: Rank, on_one_machine: bool) -> None:
-        """``on_one_machine``: whether all ranks run on the same machine."""
+        """``on_one_machine``: True if all ranks run on the same machine."""
         self._rank, self._cleanup = rank, contextlib.ExitStack()
         set_threads(pin_s_worker(config))
         model = SModel(config, rank)
@@ -198,7 +204,8 @@ class Follower:
     def _join(self, config: EngineConfig, part: str, layout: KVLayout) -> tuple[Member, list[RWorkerInfo]]:
         """Open this rank's R-workers for the run that rank 0 names; return (this rank's member, logical R-workers).
 
-        A standby job tries repeatedly. In it, rank 0 takes the session first; then this rank insists.
+        A standby job's rank 0 tries again and again to take over the R-workers' session. Each time, this rank tries as
+        well.
         """
         while (message := Message.decode(self._rank.broadcast())).kind == "run":
             cores = config.r_core_list or usable_cores()
@@ -219,7 +226,7 @@ class Follower:
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # for COMPARED kinds, rank 0 gets the error too and decides
+                    if message.kind not in COMPARED:  # rank 0 sees an error of COMPARED kinds too, and decides
                         raise
 
     def _step(self, message: Message) -> None:
@@ -230,7 +237,7 @@ class Follower:
 
     def _park(self, message: Message) -> None:
         if self._parks is None:
-            raise BackendError("this rank's R-workers have no disks that it can reach")
+            raise BackendError("this rank's R-workers park nothing: give every R-worker a folder to park in, or none")
         carry_out(self._parks, message.kind, message.told)
 
     _do: ClassVar[dict[str, Callable[[Follower, Message], object]]] = {

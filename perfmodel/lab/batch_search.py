@@ -1,4 +1,4 @@
-"""The search for a plan's mini-batch: at the knee of throughput, within limits of time."""
+"""The search for a plan's mini-batch size: where throughput stops rising much (the knee), within limits of time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.perfmodel.service import ServiceLimits
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Finds mini-batch sizes for one planner, with balanced R-workers or with an existing pool of R-workers."""
+    """Finds mini-batch sizes for a planner, with an existing pool of R-workers or with as many as keep up."""
 
     planner: Planner
 
@@ -41,7 +41,7 @@ class BatchSearch:
         return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
 
     def smallest(self) -> int:
-        """Return the smallest batch that some number of R-workers keeps up with, which has the shortest steps."""
+        """Return the smallest mini-batch that some number of R-workers keeps up with; it has the shortest steps."""
         if self.planner.num_r_workers:
             return 1
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
@@ -67,7 +67,7 @@ class BatchSearch:
         )
 
     def step_seconds(self, mini_batch_size: int) -> float:
-        """Return the seconds of the mean step with an unrounded number of balanced R-workers."""
+        """Return the seconds of the mean step with as many R-workers, unrounded, as keep up with the S-worker."""
         planner = self.planner
         in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))

@@ -1,4 +1,4 @@
-"""The memory that sequences take on R-workers at the peak of the load-stabilizing schedule (equation 9)."""
+"""The memory that sequences need on R-workers at the peak load of the load-stabilizing schedule (equation 9)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fastdecode.perfmodel.sizing import Workload
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The schedule's peak for one workload, and the R-workers whose memory holds it.
-
-    ``capacity_tokens``: cached tokens that one R-worker holds. ``state_tokens``: cached tokens that take the memory of
-    one sequence's states. ``copies``: per sequence. ``interval_steps``: between micro-batches; None: the default.
+    """Computes the peak load of one workload, and how many R-workers have the memory for it.
+    ``capacity_tokens``: cached tokens that fit on one R-worker. ``state_tokens``: cached tokens that need as much
+    memory as one sequence's states. ``copies``: copies of each segment. ``interval_steps``: steps between the starts of
+    two micro-batches; None means the default.
     """
 
     workload: Workload
@@ -33,11 +33,10 @@ class CacheRoom:
         return max(1, round(equations.micro_batch_size(in_flight, self.workload.output_len, self.interval(in_flight))))
 
     def load_limit(self, in_flight: int, num_r_workers: int) -> int:
-        """Return the limit of the KV load: the schedule's peak.
-
-        With prompts the limit is higher, since a lower one would keep seats empty. It counts 1/32 more sequences, which
-        hold seats while their prompts are computed, or as many on each R-worker as on the fullest, whichever is more.
-        It is scaled to the busiest R-worker's expected load (``barrier``), as each R-worker has an equal part of it.
+        """Return the KV load limit for the scheduler: the schedule's peak load, or more if there are prompts.
+        Sequences whose prompts are being computed are in flight but attend to nothing. To keep the batch full, 1/32
+        more sequences are counted, or as many on each R-worker as on the fullest, whichever is more. Each R-worker may
+        have an equal part of the limit, so the limit is scaled to the busiest R-worker's expected load (``barrier``).
         """
         if not self.workload.prompt_len:
             return self._peak(in_flight)
@@ -47,20 +46,18 @@ class CacheRoom:
         return round_up(peak * barrier(num_r_workers, each, self.workload.context_spread))
 
     def _peak(self, in_flight: int, waiting: int = 0) -> int:
-        """Return the schedule's peak load with ``waiting`` sequences beside those in flight.
-
+        """Return the schedule's peak load if ``waiting`` more sequences than ``in_flight`` are counted.
         The result is at least one whole sequence, since under a lower limit no sequence could run.
         """
         output_len = self.workload.output_len
-        before = self.workload.mean_context - output_len / 2.0  # the prompt, and the context that unequal outputs add
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, plus what unequal output lengths add
         interval = self.interval(in_flight)
         peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
         return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Return how many R-workers hold the peak load (equation 9).
-
-        Each R-worker stores the shared prefix once; each second copy stores another prefix of its own.
+        """Return how many R-workers have the memory for the peak load (equation 9).
+        Sequences on an R-worker store a shared prefix once, but each second copy stores the prefix again.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
         peak_context = self._peak(in_flight) / in_flight
@@ -70,5 +67,5 @@ class CacheRoom:
 
 
 def round_up(number: float) -> int:
-    """Return ``number`` rounded up, ignoring the last bits of a division."""
+    """Return ``number`` rounded up, but not because of a rounding error just above an integer."""
     return math.ceil(number - 1e-9 * abs(number))

@@ -60,11 +60,13 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Return a further row's time per cached token, divided by the first row's. ``group``: query heads per KV head."""
+    """Return the time of a verification's further row per cached token, as a fraction of the first row's time.
+    ``group``: query heads per KV head.
+    """
     # Seconds of arithmetic per row and query head, divided by those of reading a token: 3.3 ns / 25 ns on Zen 4 for a
     # bfloat16 KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
     computed_share = 0.132
-    # Rows of a verification: all but the first share the time by which arithmetic exceeds reading
+    # Rows of a typical verification. If its arithmetic takes longer than reading, the further rows share the excess.
     usual_rows = 5
     above = (computed_share * group * usual_rows - 1.0) / (usual_rows - 1)
     # A further row takes at most as long as the first

@@ -58,10 +58,9 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
 @dataclass(frozen=True)
 class GpuOnly:
     """The best result of the GPU alone. ``max_batch_size`` is 0, without throughput, if no sequence can run.
-
     ``limited_by``: "memory", "latency limit", or "time per token" (users' limits). ``ttft_seconds``: time to first
-    token of a request with a free seat and no other prompt. ``lone_step_seconds``: time per token of one user, if the
-    limit, but not memory, excludes all batches.
+    token of a request that starts at once, while no other prompt is computed. ``lone_step_seconds``: time per token of
+    one user, if the limit, but not memory, excludes all batches.
     """
 
     max_batch_size: int
@@ -83,11 +82,10 @@ class GpuOnly:
 
 @dataclass(frozen=True)
 class GpuStepTime:
-    """A ``StepTime(tokens, kv_tokens)``: any step of a GPU that holds the cache itself, at the roofline.
-
-    A step is the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together are
-    ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also reads
-    and writes the states of sampled sequences.
+    """Computes the seconds of any step of a GPU that holds the cache itself, at the roofline (a ``StepTime``).
+    The seconds are the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together
+    are ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also
+    reads and writes the states of sampled sequences.
     """
 
     shape: ModelShape
@@ -124,8 +122,8 @@ class GpuStepTime:
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
     """Return the seconds of one (query, key) pair of a prompt on ``gpu``, over all attending layers.
 
-    A pair takes the products of a score and of a value; if linear layers multiply int8, at half that rate. Pairs that
-    windows or indexes exclude are not subtracted.
+    A pair takes the multiply-adds of a score and of a value. If linear layers multiply int8, attention has half the
+    rate of ``gpu``. Pairs that windows or indexes exclude are not subtracted.
     """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
@@ -157,9 +155,8 @@ class GpuServer:
         check_weights(self.shape, self.gpu, self.group)
 
     def step_seconds(self, batch_size: int, more_rows: float = 0.0) -> float:
-        """Return the seconds of a decode step at the achieved rates, with the mean rows of prompts beside the decodes.
-
-        ``more_rows``: the rows of a prompt in place of that mean.
+        """Return the seconds of a decode step at the achieved rates, including the mean number of prompt rows per step.
+        ``more_rows``: a number of prompt rows to use instead of the mean.
         """
         bytes_per_second = self.gpu.kv_bytes_per_second.achieved
         rows = batch_size + more_rows if more_rows else batch_size * self.workload.rows_per_output_token

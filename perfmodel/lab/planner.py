@@ -22,20 +22,20 @@ from fastdecode.perfmodel.storage_costs import NO_STORAGE_COSTS, StorageCosts
 
 @dataclass(frozen=True)
 class Planner:
-    """The machine and the workload. Each method answers one question about them.
-
+    """A machine and a workload. Each method answers one question about them.
     Under tensor parallelism each of ``num_ranks`` equal ranks has its own R-workers, which hold the rank's heads of all
     sequences. All figures except numbers of hosts are then one rank's: ``s_part`` with its collectives, ``r_part``,
     ``transport``, and numbers of R-workers.
 
-    ``capacity_tokens``: C, cached tokens over all layers that one R-worker holds. ``interval_steps``: F; None: the
-    default. ``…_overhead_seconds``: the host's own time in a step: once, per sequence (``row``), and per R-worker.
-    ``kv_bytes_per_token``: held over all layers; only reported. ``read_share``: part of these bytes that a step reads,
-    with windows and indexes; ``r_part`` already has the seconds of a cached token of the mean layer. ``num_r_workers``:
-    of an existing pool; None for as many as keep up with the S-worker. ``state_bytes_per_sequence``: of all recurrent
-    layers; a state takes the memory of cached tokens, unless the S-worker keeps it (``states``). ``pair_seconds``: of
-    the S-worker per query and key of a prompt, over all layers; 0 if unknown. ``contention``: of S-worker and R-workers
-    on the same cores. ``waits_for_slowest``: add each layer's wait for the slowest R-worker, which the paper omits.
+    ``capacity_tokens``: C, the cached tokens over all layers that fit on one R-worker. ``interval_steps``: F, the steps
+    between two micro-batches; None: the default. ``…_overhead_seconds``: the host's own time in a step, as a fixed
+    part, per sequence (``row``), and per R-worker. ``kv_bytes_per_token``: bytes of a cached token over all layers;
+    only reported. ``read_share``: fraction of these bytes that a step reads, with windows and indexes; ``r_part``
+    already has the seconds of a cached token of the mean layer. ``num_r_workers``: size of an existing pool; None for
+    as many as keep up with the S-worker. ``state_bytes_per_sequence``: over all recurrent layers; a state takes memory
+    from the cached tokens, unless the S-worker keeps it (``states``). ``pair_seconds``: the S-worker's seconds per
+    query and key of a prompt, over all layers; 0 if unknown. ``contention``: slowdown of S-worker and R-workers on the
+    same cores. ``waits_for_slowest``: add each layer's wait for the slowest R-worker, which the paper omits.
     """
 
     workload: Workload
@@ -81,8 +81,7 @@ class Planner:
             )
 
     def plan(self, mini_batch_size: int) -> Plan:
-        """Return the plan: the fewest R-workers that keep up with the S-worker, or the existing ones.
-
+        """Return the plan: the fewest R-workers that keep up with the S-worker, or the existing R-workers.
         The plan includes the load-stabilizing schedule. Raise PlanError if existing R-workers cannot hold the batch.
         """
         if mini_batch_size < 1:
@@ -142,14 +141,14 @@ class Planner:
 
     def enough_r_workers(self, mini_batch_size: int) -> float:
         """Return how many R-workers are needed so that the slowest keeps up, unrounded: equation 11 times the barrier.
-
-        With more R-workers each has fewer sequences, so the largest load is further above the mean. Hence it iterates.
+        The barrier (the largest load divided by the mean) depends on the result, since more R-workers have fewer
+        sequences each. So two iterations are made.
         """
         exact = self.balanced_r_workers(mini_batch_size)
         if not self.waits_for_slowest:
             return exact
         spread, enough = self.workload.context_spread, exact
-        most_for_slowest = 1.5  # at most 1.5 x equation 11
+        most_for_slowest = 1.5  # at most this many times the R-workers of equation 11
         for _ in range(2):
             each = mini_batch_size / max(enough, 1.0)
             enough = exact * min(barrier(enough, each, spread), most_for_slowest)
@@ -199,7 +198,7 @@ class Planner:
         )
 
     def load(self, rows: float, sampled: float, kv_tokens: float, num_r_workers: float) -> Load:
-        """Return the load of a step with ``rows``, including ranges and second copies of mean sequences."""
+        """Return the load of a step with ``rows`` rows, including the work for ranges and second copies."""
         parts = mean_parts(sampled, self.workload.mean_context, self.placing)
         return Load(rows, sampled, kv_tokens, *parts, self.copied_rows(rows, num_r_workers))
 
@@ -215,14 +214,13 @@ class Planner:
 
     @property
     def _attended_context(self) -> float:
-        """The attended context per row.
-
-        Half of all steps attend on second copies, which read their own shared prefix.
+        """The cached tokens that a row attends to, on average.
+        Half of all steps attend on second copies, where each sequence has its own copy of the shared prefix.
         """
         return self.workload.mean_context + (self.placing.copies - 1) / 2 * self.workload.shared_prefix_len
 
     def copied_rows(self, rows: float, num_r_workers: float = math.inf) -> float:
-        """Return the part of ``rows``, prompts' included, that a second R-worker stores too, if there are two."""
+        """Return how many of ``rows``, prompts' included, a second R-worker stores too; 0 with one copy."""
         return rows if self.placing.twice and num_r_workers > 1 else 0.0
 
     def steps(self, in_flight: float, num_r_workers: float) -> list[tuple[float, Load]]:
@@ -237,9 +235,8 @@ class Planner:
         return sum(share * model.seconds(load) for share, load in self.steps(in_flight, num_r_workers))
 
     def first_token_seconds(self, in_flight: float, num_r_workers: float) -> float:
-        """Return the time to first token of a request with a free seat and no other prompt.
-
-        Its prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, the
+        """Return the time to first token of a request that starts at once, while no other prompt is computed.
+        The prompt is computed in chunks, each beside the decodes of a step. If prefill workers compute prompts, the
         time is one step.
         """
         workload, model = self.workload, self.step_model(num_r_workers)
@@ -259,7 +256,7 @@ class Planner:
         return max(self.s_seconds(rows), hop)
 
     def s_seconds(self, rows: float) -> float:
-        """Return T(B) of the mean mix of prompts and decodes, with states on the S-worker."""
+        """Return T(B) of the mean step with prompts and decodes, including recurrent states on the S-worker."""
         decodes = rows / self.workload.rows_per_output_token
         states = self.states.seconds(decodes, rows - decodes) if self.states else 0.0
         return self.s_part.layer_seconds(rows) + states
@@ -269,12 +266,12 @@ class Planner:
         return self.states is None or in_flight * self.placing.copies <= self.states.num_places
 
     def memory_r_workers(self, in_flight: int) -> int:
-        """Return how many R-workers have the memory for the batch at the schedule's peak."""
+        """Return how many R-workers have the memory for the batch at the schedule's peak load."""
         return self.cache_room.memory_r_workers(in_flight)
 
     @property
     def cache_room(self) -> CacheRoom:
-        """The memory of the schedule's peak on R-workers."""
+        """The memory that the schedule's peak load needs on R-workers."""
         return CacheRoom(
             self.workload, self.capacity_tokens, self.state_tokens, self.placing.copies, self.interval_steps
         )

@@ -18,11 +18,10 @@ def batch_tokens(in_flight: int, workload: Workload) -> int:
 
 @dataclass(frozen=True)
 class StepMix:
-    """``decoding``: sequences that get a token in a step; the prompts of other sequences in flight are still computed.
-    ``chunk_share``: fraction of the steps that also compute a prompt's chunk, of ``chunk_rows`` rows.
-
-    The time of a step is the longest of several stages, so the mean over both kinds of steps exceeds the time of the
-    mean step.
+    """The mean numbers of sequences and rows in the two kinds of steps of a steady state.
+    ``decoding``: sequences that get a token in a step; the prompts of other sequences in flight are still computed.
+    ``chunk_share``: fraction of the steps that also compute a prompt's chunk, of ``chunk_rows`` rows. The time of a
+    step is the longest of several stages, so the mean over both kinds exceeds the time of the mean step.
     """
 
     decoding: float
@@ -31,7 +30,7 @@ class StepMix:
 
     @staticmethod
     def of(workload: Workload, in_flight: float) -> StepMix:
-        """Return the mix of ``in_flight`` seats where a step has the budget of :func:`batch_tokens`."""
+        """Return the mix for ``in_flight`` sequences, with the token budget of :func:`batch_tokens` in each step."""
         each = workload.rows_per_output_token - 1.0
         if each <= 0:
             return StepMix(in_flight)
@@ -40,7 +39,7 @@ class StepMix:
         budget = batch_tokens(math.ceil(in_flight), workload)
         for _ in range(3):  # iterate, since decodes and chunks depend on each other
             chunk = budget - decoding
-            steps = max(prompt_rows / chunk - 0.5, 0.0)  # the last chunk's step gives a token
+            steps = max(prompt_rows / chunk - 0.5, 0.0)  # the step of the last chunk also gives a token
             decoding = in_flight * workload.output_len / (workload.output_len + steps)
         together = max(1, round(in_flight / 32))  # a micro-batch's prompts are computed in one step, if they fit
         chunk = min(budget - decoding, together * prompt_rows)

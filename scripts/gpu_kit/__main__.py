@@ -1,4 +1,4 @@
-"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]`` runs each part in its own process, and reports."""
+"""``python -m gpu_kit [--device cuda|cpu] [--quick] [--out DIR]`` runs each part in its own process, then reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE_SECONDS = {False: 540.0, True: 340.0}
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A part: its module, and the seconds that it may take, in a quick run as well."""
+    """A part of the kit: its module, and its time limits in a full and in a quick run."""
 
     letter: str
     title: str
@@ -42,12 +42,12 @@ PARTS = (
 
 
 class Stop:
-    """Remembers the signal that asks this run to end; the part that runs is then ended, and the report is written."""
+    """Remembers a signal that asks this run to end. The current part is then ended, and the report is written."""
 
     def __init__(self) -> None:
         self.number = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
                 signal.signal(number, self._remember)
 
     def _remember(self, number: int, _: object) -> None:
@@ -55,12 +55,12 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        """Why nothing more runs; "" while no signal came."""
+        """The reason for not running further parts; "" until a signal arrives."""
         return f"stopped by {signal.Signals(self.number).name}" if self.number else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all parts; return 0 if all are as they must be, 1 if some failed, 128 and its number after a signal."""
+    """Run all parts. Return 0 if all results are right, 1 if some are not, 128 plus its number after a signal."""
     parser = argparse.ArgumentParser(
         prog="run.sh", description="Prove and measure FastDecode here, and write a report.",
         epilog="It ends with 0 if all parts are as they must be, and 1 if some failed; report.md says which.",
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(device: str, quick: bool, out: Path, stop: Stop, reason: str) -> list[Ended]:
-    """Run the parts, or none for ``reason``, and write the report after each, so that what ended is never lost."""
+    """Run the parts, or none if there is a ``reason`` against it. Write the report after each part."""
     here = machine()
     end = time.monotonic() + WHOLE_SECONDS[quick]
     ended: list[Ended] = []
@@ -98,7 +98,7 @@ def run_parts(device: str, quick: bool, out: Path, stop: Stop, reason: str) -> l
 
 
 def why_no_device(device: str) -> str:
-    """Return why torch cannot compute on ``device``, as a process of its own says; "" if it can."""
+    """Return why torch cannot compute on ``device``, as found in a separate process; "" if it can."""
     code = f"import torch; torch.ones(8, device='{device}').sum().item()"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
@@ -109,7 +109,7 @@ def why_no_device(device: str) -> str:
 
 
 def ending(code: int) -> str:
-    """Return in words how a process ended that said nothing."""
+    """Return in words how a process ended, from its exit code."""
     if code >= 0:
         return f"exit {code}"
     name = signal.Signals(-code).name
@@ -117,7 +117,7 @@ def ending(code: int) -> str:
 
 
 def run_part(spec: PartSpec, device: str, quick: bool, out: Path, limit: float, stop: Stop | None = None) -> Ended:
-    """Run a part in a process group of its own; what it wrote is kept however it ends."""
+    """Run a part in its own process group. The rows that it wrote are kept however it ends."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as own:
         rows = out.resolve() / f".rows-{spec.letter}.json"
@@ -138,7 +138,7 @@ def run_part(spec: PartSpec, device: str, quick: bool, out: Path, limit: float, 
 
 
 def wait(process: subprocess.Popen[bytes], limit: float, stop: Stop | None) -> str:
-    """Wait for a part; if it takes too long, or this run is to stop, end its whole group and return the reason."""
+    """Wait for a part. If it takes too long, or this run must stop, end its process group and return the reason."""
     reason, end = "", time.monotonic() + limit
     while process.poll() is None and not reason:
         reason = stop.reason if stop else ""

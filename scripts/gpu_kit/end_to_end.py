@@ -1,4 +1,4 @@
-"""Part d: decoding with S on the device and R-workers on the host's cores, compared with the device alone."""
+"""Part d: decoding with the S-worker on the device and R-workers on the host, compared with the device alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_BATCH = 512
 
 @dataclass(frozen=True)
 class Point:
-    """Medians over decode steps of one batch size."""
+    """Medians over the decode steps of one batch size."""
 
     batch: int
     wall: float
@@ -43,7 +43,6 @@ class Point:
 
 
 def main() -> None:
-    """Write the rows, and a picture of a step's timeline."""
     part = part_of_arguments()
     layers = layers_that_fit(part)
     contexts = (96, 192) if part.quick else CONTEXTS
@@ -59,7 +58,7 @@ def main() -> None:
 
 
 def layers_that_fit(part: Part) -> int:
-    """Return how many layers leave the device room for a batch of the GPU alone."""
+    """Return how many layers fit the device, with room left for the cache of the device alone."""
     if not part.on_gpu:
         return 2
     free = torch.cuda.mem_get_info()[0]
@@ -67,9 +66,8 @@ def layers_that_fit(part: Part) -> int:
 
 
 def compare(part: Part, folder: Path, context: int) -> int:
-    """Add rows of one context: here at balance, the device alone at its largest batch, and what `plan` says.
-
-    Return the batch at balance.
+    """Add rows for one context: FastDecode at balance, the device alone at its largest batch, and the plan's figures.
+    Return FastDecode's batch.
     """
     point = at_balance(part, folder, context)
     ours = point.batch / point.wall
@@ -86,7 +84,7 @@ def compare(part: Part, folder: Path, context: int) -> int:
 
 
 def at_balance(part: Part, folder: Path, context: int) -> Point:
-    """Return the first batch, of doubling ones, at which R takes as long as S, or the largest that fits."""
+    """Double the batch until R takes as long as S, or memory is full; return the result for the last batch."""
     found: Point | None = None
     for batch in batches(part, context):
         found = measure(part, folder, context, batch)
@@ -98,7 +96,7 @@ def at_balance(part: Part, folder: Path, context: int) -> Point:
 
 
 def batches(part: Part, context: int) -> Iterator[int]:
-    """Yield batch sizes whose keys and values fit the host's memory."""
+    """Yield batch sizes, each twice the last, whose keys and values fit the host's memory."""
     batch, most = (4, 8) if part.quick else (16, MOST_BATCH)
     token_bytes = 2 * 2 * 8 * 128 * layers_that_fit(part)
     while batch <= most and (part.quick or batch * context * token_bytes < 0.35 * available_memory_bytes()):
@@ -107,7 +105,7 @@ def batches(part: Part, context: int) -> Iterator[int]:
 
 
 def measure(part: Part, folder: Path, context: int, batch: int, model_impl: str = "transformers") -> Point:
-    """Return the point of one batch size, with caches of random keys and values."""
+    """Return the result for one batch size, with caches of random keys and values."""
     cores = len(usable_cores())
     config = EngineConfig(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", device=part.device,
@@ -127,7 +125,7 @@ def measure(part: Part, folder: Path, context: int, batch: int, model_impl: str 
 
 
 def alone_at_most(part: Part, folder: Path, context: int) -> tuple[int, float]:
-    """Return the largest batch, of doubling ones, that fits the device, and its tokens per second."""
+    """Double the batch until the device's memory is full; return the largest batch and its tokens per second."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device(part.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -147,7 +145,7 @@ def alone_at_most(part: Part, folder: Path, context: int) -> tuple[int, float]:
 
 @torch.inference_mode()
 def alone_step(model: Any, batch: int, context: int, steps: int) -> float:
-    """Return the median seconds of a decode step over a static cache whose last tokens are being written."""
+    """Return the median seconds of a decode step over a nearly full static cache."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=context + steps + 2)
     seconds = []
     ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)

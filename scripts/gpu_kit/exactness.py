@@ -1,4 +1,4 @@
-"""Part a: the CUDA tests, and the S-worker on the device against ``transformers.generate`` on the same device."""
+"""Part a: runs the CUDA tests, and compares the S-worker with ``transformers.generate`` on the same device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ TESTS_SECONDS = 110
 
 
 def main() -> None:
-    """Write the rows."""
     part = part_of_arguments()
     names = list(ARCHITECTURES)[:: 2 if part.quick else 1]
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +34,7 @@ def main() -> None:
 
 
 def compare(part: Part, name: str, folder: Path) -> None:
-    """Add rows of one architecture: float32 with graphs and eager code, then bfloat16."""
+    """Add the rows of one architecture: float32 with CUDA graphs and with eager code, then bfloat16."""
     model = tiny_model(name)
     model.save_pretrained(folder)
     wanted = generated(model.to(part.device))
@@ -52,7 +51,7 @@ def compare(part: Part, name: str, folder: Path) -> None:
 
 
 def compare_with_a_kill(part: Part, folder: Path) -> None:
-    """Add a row: of two R-workers on the host's cores one is killed, and the texts stay the same."""
+    """Add a row: one of two R-workers is killed, and the texts must stay the same."""
     wanted = texts(folder, engine_settings(part.device, dtype="float32"))
     settings = engine_settings(part.device, dtype="float32", r_workers="spawn:2", r_threads=1)
     found = texts(folder, settings, kill=True)
@@ -89,13 +88,13 @@ def texts(folder: Path, settings: dict[str, Any], kill: bool = False) -> list[li
 
 
 def r_worker_pids() -> list[int]:
-    """Return the processes of this one's R-workers."""
+    """Return the process ids of this engine's R-workers."""
     children = psutil.Process().children(recursive=True)
     return [each.pid for each in children if "r-worker" in " ".join(each.cmdline())]
 
 
 def share(found: list[list[int]], wanted: list[list[int]]) -> float:
-    """Return the share of tokens that are the wanted ones; 0.0 where texts do not vary, as that proves nothing."""
+    """Return the fraction of tokens that equal the wanted ones; 0.0 if the texts do not vary, which proves nothing."""
     if len({token for text in wanted for token in text}) < 10:
         return 0.0
     pairs = [pair for texts_ in zip(found, wanted, strict=True) for pair in zip(*texts_, strict=True)]
@@ -103,7 +102,7 @@ def share(found: list[list[int]], wanted: list[list[int]]) -> float:
 
 
 def run_tests(part: Part) -> None:
-    """Add what the project's tests of a GPU say."""
+    """Run the project's GPU tests, and add a row with their result."""
     tests = next((each / "tests" for each in Path(__file__).resolve().parents if (each / "tests").is_dir()), Path())
     if not part.on_gpu:
         part.add("CUDA tests", None, note="they need a GPU")

@@ -1,6 +1,6 @@
-"""``install.py HOST_PYTHON WHEELS``: puts the host's packages, and what they lack, into this new environment.
+"""``install.py HOST_PYTHON WHEELS``: adds the host's packages, and wheels of missing ones, to this new environment.
 
-A wheel is an archive: it is unpacked, and this project's console script is written, so no pip and no index is needed.
+Wheels are unpacked and this project's console script is written here, so neither pip nor an index is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDED = {"torch": (2, 11), "transformers": (5, 17)}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Fill the environment, or end with one line that says what the host lacks."""
+    """Fill the environment, or exit with one line that says what the host lacks."""
     host, wheels = arguments
     site = Path(sysconfig.get_path("purelib"))
     check(host)
@@ -54,12 +54,12 @@ def tag() -> str:
 
 
 def asked(host: str, code: str) -> str:
-    """Return what the host's Python prints."""
+    """Run ``code`` with the host's Python; return what it prints."""
     return subprocess.run([host, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
 
 
 def check(host: str) -> None:
-    """End with one line where the host's torch or transformers is absent or too old."""
+    """Exit with one line if the host's torch or transformers is missing or too old."""
     code = (
         "import json, importlib.metadata as m\nfound = {}\n"
         "for name in ('torch', 'transformers'):\n"
@@ -77,17 +77,17 @@ def check(host: str) -> None:
 
 
 def host_folders(host: str) -> list[str]:
-    """Return the folders of the host's packages."""
+    """Return the folders in which the host's Python finds packages."""
     return [line for line in asked(host, "import sys; print('\\n'.join(sys.path))").splitlines() if "-packages" in line]
 
 
 def has(host: str, module: str) -> bool:
-    """Return whether the host has a module."""
+    """Return whether the host's Python can import ``module``."""
     return asked(host, f"import importlib.util as u; print(u.find_spec({module!r}) is not None)").strip() == "True"
 
 
 def fitting(wheels: Path) -> dict[str, Path]:
-    """Return the wheel of each package that this Python can use."""
+    """Return, by package, the wheel that fits this Python."""
     found: dict[str, Path] = {}
     for wheel in sorted(wheels.glob("*.whl")):
         name, _, *rest = wheel.stem.split("-")
@@ -102,7 +102,7 @@ def fitting(wheels: Path) -> dict[str, Path]:
 
 
 def reaches(lowest: str) -> bool:
-    """Return whether a wheel of the stable ABI, made for ``lowest``, as cp310, runs in this Python."""
+    """Return whether a wheel for the stable ABI from version ``lowest`` on, such as cp310, runs in this Python."""
     return (int(lowest[2:3]), int(lowest[3:])) <= sys.version_info[:2]
 
 

@@ -1,4 +1,4 @@
-"""The description of a report's machine."""
+"""Describes the machine for the report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cpu_name() -> str:
 
 
 def first_lines(*command: str) -> str:
-    """Return what a program prints; "" where there is none."""
+    """Return what a program prints; "" if it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -53,7 +53,7 @@ def first_lines(*command: str) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return a package's version; "" where it is not installed."""
+    """Return a package's version; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

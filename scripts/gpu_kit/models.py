@@ -1,4 +1,4 @@
-"""Model folders that hold only a configuration, and tiny checkpoints with random weights and varied texts."""
+"""Writes model folders that hold only a configuration, and makes tiny models with random weights and varied texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def shape_folder(folder: Path, layers: int, small: bool) -> Path:
-    """Write a configuration of Llama-3-8B's layers, or of small ones."""
+    """Write a configuration with ``layers`` layers of Llama-3-8B's size, or of a small size."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(LLAMA_3_8B.read_text()) | (SMALL if small else {}) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -44,7 +44,7 @@ def shape_folder(folder: Path, layers: int, small: bool) -> Path:
 
 
 def tiny_model(name: str, seed: int = 0) -> Any:
-    """Return a model of random weights whose greedy texts do not repeat one token."""
+    """Return a tiny model with random weights whose greedy texts do not repeat a single token."""
     config = transformers.AutoConfig.for_model(name, **TINY | ARCHITECTURES[name])
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -57,13 +57,13 @@ def tiny_model(name: str, seed: int = 0) -> Any:
 
 
 def prompts(count: int = 6, vocabulary: int = 512) -> list[list[int]]:
-    """Return prompts of 1 to some 70 random tokens."""
+    """Return ``count`` prompts of 1 to about 70 random tokens."""
     generator = torch.Generator().manual_seed(3)
     lengths = (70, 1, 30, 29, 2, 45)[:count]
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def engine_settings(device: str, **more: Any) -> dict[str, Any]:
-    """Return settings of a small engine."""
+    """Return the settings of a small engine, with ``more`` added."""
     found: dict[str, Any] = {"skip_tokenizer_init": True, "device": device, "max_model_len": 512}
     return found | {"kv_cache_memory": "128MiB", "max_num_seqs": 16} | more

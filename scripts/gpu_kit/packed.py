@@ -1,4 +1,4 @@
-"""Part e: checkpoints in int4 and FP8, made on the spot, stay packed and answer as the same weights unpacked."""
+"""Part e: checkpoints in int4 and FP8, made here, stay packed and give the same tokens as unpacked weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Made = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
-    """Write the rows."""
     part = part_of_arguments()
     for kind in FORMATS:
         part.tried(f"{kind}, a checkpoint", lambda kind=kind: checkpoint(part, kind))
@@ -33,7 +32,7 @@ def main() -> None:
 
 
 def checkpoint(part: Part, kind: str) -> None:
-    """Add rows of one format."""
+    """Add the rows of one packed format."""
     with tempfile.TemporaryDirectory() as name:
         plain, packed, method = save(kind, Path(name))
         settings = engine_settings(part.device, dtype="float32" if kind == "int4" else "bfloat16")
@@ -53,7 +52,9 @@ def checkpoint(part: Part, kind: str) -> None:
 
 
 def quantized(part: Part, kind: str) -> None:
-    """Add a row of plain weights that torchao packs while they are loaded; on a CPU int8 multiplies integers."""
+    """Add a row of plain weights that torchao packs while loading.
+    On a CPU, int8 weights are multiplied as integers.
+    """
     if not part.on_gpu and kind == "int4":
         part.add("--quantization int4", None, note="it is torchao's, for a GPU")
         return
@@ -67,19 +68,18 @@ def quantized(part: Part, kind: str) -> None:
 
 
 class Said(logging.Handler):
-    """Keeps what is logged."""
+    """A log handler that keeps the messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
         self.lines.append(record.getMessage())
 
 
 def texts(folder: Path, settings: dict[str, Any]) -> tuple[list[list[int]], float]:
-    """Return greedy tokens after each prompt, and the bits of a packed weight in memory."""
+    """Return the greedy tokens after each prompt, and the number of bits of a packed weight in memory."""
     asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts()]
     with LLM(str(folder), **settings) as llm:
         outputs = llm.generate(asked, GREEDY, use_tqdm=False)
@@ -88,7 +88,7 @@ def texts(folder: Path, settings: dict[str, Any]) -> tuple[list[list[int]], floa
 
 
 def save(kind: str, folder: Path) -> tuple[Path, Path, str]:
-    """Save a tiny Llama plain and packed; return both folders and the format's name."""
+    """Save a tiny Llama with packed weights, and with the same weights unpacked; return both folders and the format."""
     pack, settings = FORMATS[kind]
     plain, packed = folder / "plain", folder / "packed"
     tiny_model("llama").save_pretrained(plain)
@@ -110,7 +110,7 @@ def save(kind: str, folder: Path) -> tuple[Path, Path, str]:
 
 
 def int4(name: str, weight: torch.Tensor) -> Made:
-    """compressed-tensors' "pack-quantized": eight numbers to a word, a scale for each group of columns."""
+    """Pack a weight as compressed-tensors' "pack-quantized": eight numbers per word, a scale per group of columns."""
     groups = weight.unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).bfloat16().float()
     numbers = (groups / scales[..., None]).round().clamp(-8, 7).flatten(1)
@@ -123,7 +123,7 @@ def int4(name: str, weight: torch.Tensor) -> Made:
 
 
 def fp8(name: str, weight: torch.Tensor) -> Made:
-    """FP8 as DeepSeek publishes it: a scale for each block."""
+    """Pack a weight in FP8 as DeepSeek publishes it: a scale per block."""
     blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
     scales = (blocks.abs().amax((1, 3)) / 448).bfloat16().float()
     wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

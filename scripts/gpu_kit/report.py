@@ -1,4 +1,4 @@
-"""The report: report.json, and report.md with a row or a reason for each part."""
+"""Writes the report: report.json, and report.md, which has each part's rows or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_FILES, MOST_BYTES = 8, 16 << 20
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a part: its rows, and the reason where it did not end well."""
+    """The result of a part: its rows, and the reason if it did not finish."""
 
     letter: str
     title: str
@@ -24,7 +24,7 @@ class Ended:
 
     @property
     def whole(self) -> list[dict[str, Any]]:
-        """The rows; the reason, as one, where the part did not end well or had none."""
+        """The rows; if the part did not finish or has no rows, with a row that says why."""
         if not self.reason and self.rows:
             return list(self.rows)
         reason = self.reason or "it wrote no row"
@@ -38,7 +38,7 @@ class Ended:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows that a part wrote before it ended; [] where there are none."""
+    """Return the rows that a part wrote before it ended; [] if it wrote none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> None:
-    """Write both files, and delete pictures that would make the report too large to attach."""
+    """Write both files. Delete pictures that would make the report too large to attach to a message."""
     data = {"machine": machine, "device": device, "quick": quick, "failed": failed(parts),
             "parts": {part.letter: {"title": part.title, "seconds": round(part.seconds, 1), "rows": part.whole}
                       for part in parts}}  # fmt: skip
@@ -57,14 +57,14 @@ def write(folder: Path, machine: dict[str, Any], device: str, quick: bool, parts
 
 
 def put(file: Path, text: str) -> None:
-    """Write a file at once, so that a run that is killed meanwhile leaves the whole file of before."""
+    """Replace the file in one step, so that a killed run leaves the earlier version complete."""
     new = file.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.replace(file)
 
 
 def why_not(folder: Path) -> str:
-    """Return why a report cannot be written to ``folder``, as that it has files of others; "" if it can."""
+    """Return why no report can be written to ``folder``, for example that it has other files; "" if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "report.json").exists():
@@ -76,7 +76,7 @@ def why_not(folder: Path) -> str:
 
 
 def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[Ended]) -> str:
-    """Return the page."""
+    """Return report.md."""
     packages = ", ".join(f"{name} {each}" for name, each in machine["packages"].items())
     lines = [
         f"# FastDecode on {machine['gpu'] or machine['cpu']}", "",
@@ -94,18 +94,18 @@ def markdown(machine: dict[str, Any], device: str, quick: bool, parts: Sequence[
 
 
 def failed(parts: Sequence[Ended]) -> list[str]:
-    """Return every failed row with its part's letter, on one line each."""
+    """Return a line for every failed row, with its part's letter."""
     return [" ".join(f"{part.letter}: {each}".split()) for part in parts for each in part.failures]
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a row of the table; a row without a value says its reason."""
+    """Return a row of the table. A row without a value has its reason instead."""
     value = "none" if row["value"] is None else f"{row['value']} {row['unit']}".strip()
     return f"| {row['name']} | {value} | {str(row['note']).replace('|', '/')} |"
 
 
 def trim(folder: Path) -> None:
-    """Delete the largest other files where there are too many, and any that is too large."""
+    """Delete files that are too large, and the largest ones if there are too many. The report itself stays."""
     others = sorted((each for each in folder.iterdir() if each.is_file() and not each.name.startswith("report.")),
                     key=lambda file: file.stat().st_size)  # fmt: skip
     for number, file in enumerate(others):

@@ -1,4 +1,4 @@
-"""Rows of the report. A part writes them one by one, so a stopped part keeps its measured rows."""
+"""Rows of the report. A part writes each row at once, so that a part that is stopped keeps its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report. ``value``: None if ``note`` gives a reason instead. ``failed``: not as it must be."""
+    """One row of the report. ``value``: None if ``note`` says why there is none. ``failed``: the value is wrong."""
 
     name: str
     value: float | str | None
@@ -21,7 +21,7 @@ class Row:
 
 
 class Part:
-    """The settings of a part's process, and the file of its rows."""
+    """The settings of a part, and the file to which it writes its rows."""
 
     def __init__(self, file: Path, device: str, quick: bool) -> None:
         self.device, self.quick = device, quick
@@ -36,7 +36,7 @@ class Part:
         print(f"  {name}: {'-' if value is None else value} {unit} {note}".rstrip(), flush=True)
 
     def tried(self, name: str, work: Any) -> Any:
-        """Return what ``work()`` returns; where it raises, add a row with the reason and return None."""
+        """Return the result of ``work()``. If it raises an error, add a failed row with the reason and return None."""
         try:
             return work()
         except Exception as error:
@@ -45,7 +45,6 @@ class Part:
 
     @property
     def on_gpu(self) -> bool:
-        """True on a GPU."""
         return self.device == "cuda"
 
 
@@ -56,7 +55,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def part_of_arguments() -> Part:
-    """Return the part that this process's command line names."""
+    """Return the part that this process runs, from its command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)

@@ -1,4 +1,4 @@
-"""Part b: the S-part over bare matrix products, launches per layer, and where the time goes."""
+"""Part b: the S-part's time divided by that of bare matrix products, kernel launches per layer, and a profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ ROUNDS, STEPS, CONTEXT = 5, 10, 64
 
 
 def main() -> None:
-    """Write the rows, and profile.txt."""
     part = part_of_arguments()
     counts = (16, 64) if part.quick else ROWS
     layers = 2 if part.quick else 4
@@ -32,7 +31,7 @@ def main() -> None:
 
 
 def measure(part: Part, folder: str, counts: tuple[int, ...], layers: int, eager: bool) -> None:
-    """Add a row for each number of rows; for eager code the profile, too."""
+    """Add a row for each number in ``counts`` (rows of a step). For eager code, also write a profile."""
     rig = DecodeRig(config_of(part, folder, max(counts), eager), InstantBackend(block_size=32))
     how = "eager" if eager else "CUDA graphs"
     try:
@@ -57,14 +56,14 @@ def config_of(part: Part, folder: str, rows: int, eager: bool) -> EngineConfig:
 
 
 def one_round(rig: DecodeRig, rows: int) -> float:
-    """Return the S time of a step over that of its bare products, measured one after the other."""
+    """Return the S time of a step divided by the time of its bare matrix products, measured right after it."""
     steps = rig.decode(rows, CONTEXT, STEPS)
     s_seconds = statistics.median(step.s_seconds for step in steps)
     return s_seconds / products_seconds(rig, rows)
 
 
 def products_seconds(rig: DecodeRig, rows: int) -> float:
-    """Return the seconds of one pass through every linear layer, the head too."""
+    """Return the seconds of one pass through every linear layer and the head."""
     model = rig.engine.s_model.model
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     first = next(model.parameters())
@@ -98,7 +97,7 @@ def timed(work: Callable[[], object], device: torch.device, repeats: int = 7) ->
 
 
 def profile(part: Part, rig: DecodeRig, rows: int, layers: int) -> None:
-    """Write one page of torch's profiler over some decode steps, and add launches per layer."""
+    """Write one page from torch's profiler over some decode steps, and add a row with the launches per layer."""
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if part.on_gpu else [])]
     steps = 4
     with torch.profiler.profile(activities=kinds) as found:

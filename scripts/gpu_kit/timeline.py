@@ -1,4 +1,4 @@
-"""A picture of who was busy in decode steps, as SVG, which needs no package."""
+"""Draws what S-worker and R-workers did in decode steps, as SVG, which needs no package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLOURS = {"S, model": "#3b6fb6", "S, waits": "#d9d9d9", "S, host": "#e0a030", "
 
 
 def draw(file: Path, steps: Sequence[Any]) -> None:
-    """Write one pair of bars for each step: the S-worker's time by state, and the busiest R-worker's."""
+    """Draw a pair of bars per step: the S-worker's time by state, and the busiest R-worker's time."""
     longest = max(step.wall_seconds for step in steps)
     lines, y = [], 40
     for number, step in enumerate(steps):
@@ -31,12 +31,11 @@ def draw(file: Path, steps: Sequence[Any]) -> None:
 
 
 def bar(x: float, y: float, width: float, name: str) -> str:
-    """Return one bar."""
     return f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.3):.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>'
 
 
 def key(x: int, name: str) -> str:
-    """Return the sample of a colour and its name."""
+    """Return an entry of the legend: a colour and its name."""
     return (
         f'<rect x="{x}" y="10" width="14" height="14" fill="{COLOURS[name]}"/><text x="{x + 20}" y="22">{name}</text>'
     )

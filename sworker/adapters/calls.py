@@ -1,7 +1,7 @@
 """Attention calls by kind of layer: what a call sends to R-workers, how it describes the layer, and how o is made.
 
-Each kind of layer has its own class of calls. A module that is not dense returns an object of its class by
-``make_calls``. An index or a recurrence is itself such an object, passed as an argument of the attention call.
+Each kind of layer has its own class of calls. A module of any kind but dense returns its calls from ``make_calls``. An
+index or a recurrence is itself such an object of calls, passed as an argument of the attention call.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Calls:
         return None
 
     def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
-        """Return (heads, elements per head) of one row of o."""
+        """Return the shape of one row of o, (heads, elements per head)."""
         return query.shape[1], value.shape[3]
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a stand-in for o in the probe: each query head gets the values of its KV head."""
+        """Return a tensor in place of o for the probe, which computes no attention: each query head's values."""
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
-        """Return ``query`` as torch's attention on the model's device needs it."""
+        """Return ``query`` in the form that torch's attention on the model's device takes."""
         return query
 
     def finished(self, module: Any, o: torch.Tensor) -> torch.Tensor:
-        """Return ``o``, which torch computed for queries from :meth:`scored`, in the form that R-workers return."""
+        """Convert ``o``, which torch computed from :meth:`scored` queries, into the form that R-workers return."""
         return o
 
 
@@ -81,5 +81,6 @@ def index_argument(kwargs: dict[str, Any]) -> str | None:
 
 def calls_of(module: Any) -> Calls:
     """Return the ``Calls`` of ``module``, by its kind of layer."""
-    make = getattr(type(module), "make_calls", None)  # of the class: a missing attribute of a module is slow to find
+    # asked of the class, since a missing attribute of a module is slow to find
+    make = getattr(type(module), "make_calls", None)
     return make(module) if make else DENSE

@@ -1,8 +1,8 @@
-"""Mixtures of experts on the CPU: transformers' grouped products, with enough rows for each expert.
+"""Mixtures of experts on the CPU: transformers' grouped products, padded so that each expert gets enough rows.
 
-torch's product rounds a row differently if an expert has few rows, and routing decides how many rows an expert has. So
-a sequence's bits would depend on other sequences in the batch. Rows of zeros are added to each expert, up to a number
-of rows that proves to give a row the same bits.
+torch's product rounds a row differently if an expert has few rows, and routing decides how many rows an expert has.
+Without padding, a sequence's bits would thus depend on the other sequences in the batch. So each expert gets rows of
+zeros, up to a number of rows at which a trial found the same bits as with many.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def experts_forward(
     added = torch.repeat_interleave(torch.arange(len(counts)), (wanted - counts) * (counts > 0))
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    # An added row too has k experts. So the last expert gets more entries, in whole multiples, until k divides the sum
+    # Each added row needs k experts, so k must divide the number of entries: the last expert gets more
     rest = next(number for number in range(0, multiple * k, multiple) if (len(added) + number) % k == 0)
     added = torch.cat([added, added[-1:].expand(rest)]).reshape(-1, k)
     output = grouped_mm_experts_forward(
@@ -52,12 +52,12 @@ def experts_forward(
 
 @functools.cache
 def row_counts(dtype: torch.dtype, sizes: tuple[int, int], num_threads: int) -> tuple[int, int]:
-    """Return (least, multiple): a product of n · multiple ≥ least rows gives a row the same bits for every n.
+    """Return (least, multiple): products of n · ``multiple`` ≥ ``least`` rows give each row the same bits, for any n.
 
-    ``sizes``: the weight's. Threads share a product's rows; in float32 a thread with fewer than 4 rounds differently.
+    ``sizes``: shape of the weight. Threads share the rows; in float32, a thread with fewer than 4 rounds differently.
     """
     generator = torch.Generator()
-    most = 40  # smaller numbers of rows are tried; with more rows, each thread has enough
+    most = 40  # most rows that are tried; with more rows, each thread has enough
     rows = torch.randn(4 * most, sizes[0], generator=generator).to(dtype)
     weight = torch.randn(sizes, generator=generator).to(dtype)
     found = rows @ weight

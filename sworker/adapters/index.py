@@ -25,9 +25,9 @@ PROOF_ROWS = 24
 
 @dataclass
 class IndexRows(Calls):
-    """The rows of an indexer: q [1, heads, T, query_dim] and k [1, 1, T, dim], scored by ``scale``.
+    """The rows of an indexer: q [1, heads, T, query_dim] and k [1, 1, T, dim], whose dot products ``scale`` multiplies.
 
-    ``rule``: what its queries pick (see ``Index``). ``is_sent``: they were already sent for another layer.
+    ``rule``: the picks' fields of ``Index``. ``is_sent``: True if another layer has sent these rows already.
     """
 
     q: torch.Tensor
@@ -53,9 +53,10 @@ class IndexRows(Calls):
 
 
 class TokenIndexer:
-    """DeepSeek's indexer, mixed into the module's class: weighted heads pick tokens together.
+    """DeepSeek's indexer, mixed into the module's class: all heads together pick tokens, by a weighted sum of scores.
 
-    ``rotates_last``: the rotated dims are the last ones (Hunyuan 4); this order changes no dot product.
+    ``rotates_last``: True if the last dims of a head are the rotated ones (Hunyuan 4). Rows are sent rotated dims
+    first, which changes no dot product.
     """
 
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -64,7 +65,7 @@ class TokenIndexer:
     def forward(
         self, hidden_states: torch.Tensor, q_resid: torch.Tensor, position_embeddings: Any, *_: Any, **__: Any
     ) -> IndexRows:
-        """Return the index rows of ``hidden_states`` [1, T, hidden_size] and ``q_resid`` [1, T, rank of queries]."""
+        """Return index rows for ``hidden_states`` [1, T, hidden_size] and ``wq_b``'s input ``q_resid`` [1, T, rank]."""
         own: Any = self
         q_rot, q_pass = self._parts(own.wq_b(q_resid).unflatten(-1, (-1, own.head_dim)))
         k_rot, k_pass = self._parts(own.k_norm(own.wk(hidden_states)).unsqueeze(2))
@@ -76,7 +77,6 @@ class TokenIndexer:
         return IndexRows(q.transpose(1, 2), k.transpose(1, 2), own.softmax_scale, {"picks": own.index_topk})
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotated dims of ``rows`` [..., head_dim], and the dims that are not rotated."""
         own: Any = self
         width = own.head_dim - own.qk_rope_head_dim if self.rotates_last else own.qk_rope_head_dim
         first, last = rows[..., :width], rows[..., width:]
@@ -100,16 +100,16 @@ class BlockIndexer:
 
 
 def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bits of float32 [...] as [..., 2] elements of ``dtype``; in float32 the second element is zero."""
+    """Return float32 [...] as [..., 2] elements of a 16-bit ``dtype`` with the same bits; in float32, append zeros."""
     if dtype == torch.float32:
         return torch.stack((weights, torch.zeros_like(weights)), -1)
     return weights.unsqueeze(-1).contiguous().view(dtype)
 
 
 def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
-    """Return the keys that each row sees. This is the oracle: plain operations, in float32.
+    """Return the keys that each row sees: a reference for the probe, in plain float32 operations.
 
-    ``q`` [rows, heads, query_dim] and ``k`` [keys, 1, dim] are those of an index layer, the rows' own keys last. The
+    ``q`` [rows, heads, query_dim] and ``k`` [keys, 1, dim] are an index layer's; the last keys are the rows' own. The
     result is bool [heads, rows, keys], or [1, rows, keys] if all heads pick together. Among equal scores the choice is
     undefined.
     """
@@ -131,16 +131,15 @@ def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor, seen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return which of ``scores`` [heads, rows, candidates] are among a row's ``most`` highest ``seen`` scores: bool."""
     scores = scores.masked_fill(~seen, -torch.inf)
     best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
 def use_index(model: torch.nn.Module) -> None:
-    """Make every indexer of ``model`` pass its queries and keys on, if that proves to pick the same tokens.
+    """Let every indexer of ``model`` send its queries and keys, if R-workers then pick the same tokens in a trial.
 
-    Other indexers stay as they are.
+    Indexers that fail the trial stay as they are.
     """
     owners = [module for module in model.modules() if isinstance(getattr(module, "indexer", None), torch.nn.Module)]
     for owner in owners:
@@ -151,10 +150,10 @@ def use_index(model: torch.nn.Module) -> None:
 
 
 def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Return sharding styles for attention with an index whose heads each pick for one KV head.
+    """Return sharding styles for attention with an index of which each head picks for one KV head.
 
-    Each rank gets a share of the attention heads and of the index heads, also in layers without an index. transformers'
-    own plan gives all heads to every rank, since its masks cover all heads.
+    Each rank gets its part of the attention heads and of the index heads. transformers' own plan gives all heads to
+    every rank, since its masks cover all heads.
     """
     named = dict(model.named_modules())
     indexers = [name for name, module in named.items() if isinstance(module, BlockIndexer)]
@@ -166,21 +165,18 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add a placeholder mask to the arguments of an attention layer whose code slices a mask for its indexer."""
+    """Add an empty mask to an attention layer's arguments, since the layer's code slices a mask for its indexer."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs
 
 
 def _proven(indexer: Any, over_latents: bool) -> type | None:
-    """Return a class with a ``forward`` from this file that picks the same as ``indexer`` on random rows.
-
-    Return None if no class does.
-    """
+    """Return a subclass of ``indexer``'s class that sends rows and picks the same in a trial; None if there is none."""
     own, mixin = type(indexer), TokenIndexer if hasattr(indexer, "wq_b") else BlockIndexer
     if over_latents != (mixin is TokenIndexer):
         return None
-    # Names of rotation functions in modeling modules; an indexer uses one of them
+    # Names of the functions by which transformers' modules rotate; each module imports one of them
     rotations = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
     for name, last in product(rotations, (False, True) if mixin is TokenIndexer else (False,)):
         if rotate := getattr(sys.modules[own.__module__], name, None):
@@ -193,9 +189,8 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
-    """Return whether ``indexer``, as it is and turned into class ``found``, picks the same on random rows."""
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
-    device = next(indexer.parameters()).device  # a GPU if the model was loaded onto one
+    device = next(indexer.parameters()).device  # the CPU, or the GPU that holds the model
     places = torch.arange(PROOF_ROWS, device=device)
     seen = places <= places[:, None]
     try:
@@ -219,13 +214,11 @@ def _picks_the_same(indexer: Any, found: type) -> bool:
 
 
 def _dtype_of(linear: Any, other: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which ``linear`` computes; the dtype of ``other`` if the weight is packed."""
     dtype: torch.dtype = getattr(getattr(linear, "weight", None), "dtype", other.dtype)
     return dtype if dtype in DTYPE_NAME else other.dtype
 
 
 def _random_rows(indexer: Any, tokens: bool, device: torch.device) -> list[Any]:
-    """Return random forward arguments: hidden states [1, rows, hidden], input of ``wq_b`` if ``tokens``, (cos, sin)."""
     generator = torch.Generator().manual_seed(1)
     linears = [indexer.wk, indexer.wq_b] if tokens else [indexer.k_proj]
     sizes = [each.in_features for each in linears]

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Absorbed(torch.nn.Linear):
-    """Replaces ``kv_b_proj``; holds its weight, K and V of all heads, [num_heads · (nope + value dims), rank]."""
+    """Takes the place of ``kv_b_proj`` and keeps its weight: K, V of all heads, [heads · (nope + value dims), rank]."""
 
 
 class LatentRows:
-    """The mix-in that makes an MLA module send latent rows instead of keys and values.
+    """The mix-in for a class of MLA modules, by which they send latent rows instead of keys and values.
 
-    It is mixed into the module's own class, whose ``forward`` is kept.
+    The class keeps its own ``forward``.
     """
 
     kv_b_proj: Absorbed
@@ -55,9 +55,9 @@ class LatentRows:
         return to_numpy(self._heads().cpu())
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (latent rows [1, 1, T, rank + rope], empty values).
+        """Replace transformers' expansion: return (latent rows [1, 1, T, rank + rope], empty values).
 
-        A row joins a latent of ``kv_nope`` [1, 1, T, rank] and a rotary key of ``k_rot`` [1, 1, T, rope].
+        A latent row is a row of ``kv_nope`` [1, 1, T, rank] followed by a row of ``k_rot`` [1, 1, T, rope].
         """
         return torch.cat((kv_nope, k_rot), -1), kv_nope[..., :0]
 
@@ -71,12 +71,11 @@ class LatentRows:
         return multiplied_by_head(o.transpose(1, 2), self._heads()[:, self.qk_nope_head_dim :].mT).transpose(1, 2)
 
     def _heads(self) -> torch.Tensor:
-        """Return the K and V projections, [num_heads, nope + value dims, rank], of this rank's heads."""
         return self.kv_b_proj.weight.view(-1, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
 
 
 class LatentCalls(Calls):
-    """Calls of a module with latent rows. Its queries are absorbed here or by R-workers."""
+    """Attention calls of a module that sends latent rows. The S-worker or R-workers absorb its queries."""
 
     def __init__(self, module: LatentRows) -> None:
         self._rank, self._absorption = module.kv_lora_rank, module.absorption
@@ -122,9 +121,9 @@ def multiplied_by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
 
 
 def use_latent_rows(model: torch.nn.Module) -> None:
-    """Make every MLA module of ``model`` send latent rows, if attention over them proves to stay equal.
+    """Make every MLA module of ``model`` send latent rows, if a trial shows that attention stays the same.
 
-    If any module has an unknown ``expand_kv``, all modules stay as they are.
+    If the trial fails for any module, all modules stay as they are.
     """
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     for module in modules:
@@ -146,7 +145,7 @@ def use_latent_rows(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _unpack_values(module: Any) -> None:
-    """Replace a packed ``kv_b_proj`` by a plain layer. The packed layer's outputs for unit vectors are the weight."""
+    """Replace a packed ``kv_b_proj`` by a plain linear layer: its outputs for unit vectors are the plain weight."""
     own, width = getattr(module, "kv_b_proj", None), getattr(module, "kv_lora_rank", 0)
     plain = type(own) is torch.nn.Linear and type(own.weight) is torch.nn.Parameter and own.weight.dtype in DTYPE_NAME
     if own is None or plain or getattr(own, "bias", None) is not None:
@@ -158,7 +157,7 @@ def _unpack_values(module: Any) -> None:
 
 
 def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
-    """Make every module with latent rows send its queries unabsorbed; return whether ``model`` has such modules."""
+    """Let R-workers absorb the queries of all modules that send latent rows; return False if ``model`` has none."""
     modules = [module for module in model.modules() if isinstance(module, LatentRows)]
     for module in modules:
         module.absorbs_here = False
@@ -166,7 +165,7 @@ def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
 
 
 def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Return sharding styles for modules with latent rows: each rank gets some of the heads, and whole latent rows.
+    """Return sharding styles for modules that send latent rows: a rank gets some heads, and every latent row in full.
 
     transformers' own plans give all heads of some architectures to every rank.
     """
@@ -182,7 +181,7 @@ def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _is_known(module: Any) -> bool:
-    """Return whether attention over latent rows equals attention over ``module``'s keys and values, on random rows."""
+    """Return whether ``module.expand_kv`` makes, from random latents, the keys and values that ``kv_b_proj`` gives."""
     projection = getattr(module, "kv_b_proj", None)
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return False

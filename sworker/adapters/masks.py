@@ -1,8 +1,8 @@
-"""Masks that a model requests from transformers, read as scoring rules: which tokens each layer's queries see.
+"""Reads the masks that a model requests from transformers, to learn which tokens each layer's queries see.
 
-Most models also pass their sliding windows to the attention call; some only call transformers' mask functions.
-FastDecode's forwards build no masks. So a probe makes the model build its masks once, under another attention name.
-Each layer follows the rule of the mask in its attention call.
+Most models also pass their sliding windows to the attention call; others only call transformers' mask functions.
+FastDecode's forwards build no masks. So a probe once runs the model with an attention name for which it builds masks. A
+layer's rule is then that of the mask in its attention call.
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ SQUARE = 48
 
 @dataclass(frozen=True)
 class Asked:
-    """A mask that was given to the model, and the mask function by which the model asked for it."""
+    """A mask that the probe gave to the model, with the mask function that the model passed when it asked for one."""
 
     mask: torch.Tensor
     function: Callable[..., torch.Tensor]
     local_size: int
 
     def is_whole(self, mask: torch.Tensor) -> bool:
-        """Return whether ``mask`` is the given mask, or its first columns, unchanged."""
+        """Return whether the model left this mask unchanged, or only cut columns off its end, in ``mask``."""
         return mask.dtype == torch.bool and mask.data_ptr() == self.mask.data_ptr() and bool(mask.all())
 
     @property
     def reach(self) -> int:
-        """Length in tokens of the text for which the mask function is examined."""
+        """Number of tokens that a text needs to show the mask function's whole rule."""
         return max(SQUARE, 3 * self.local_size + 3)
 
     def sight(self) -> Sight | None:
-        """Return which tokens the mask function shows to a query at every position; None if no known rule fits."""
+        """Return the rule by which the mask function shows tokens to queries; None if no known rule fits."""
         queries, keys = _pairs(self.local_size, self.mask.device)
         nought = torch.zeros_like(queries)
         try:
             seen = self.function(nought, nought, queries, keys)
         except (IndexError, RuntimeError, TypeError, ValueError):
-            return None  # the mask depends on the tokens of one text
+            return None  # the function needs data of one text, so it is no general rule
         seen = seen.broadcast_to(keys.shape)
         rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
         return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
 
 
 def _pairs(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key positions to examine: all pairs of a short text, and pairs near multiples of ``size``."""
+    """Return (query positions, key positions) at which a mask function is tried.
+
+    They are all pairs of a short text, and pairs near multiples of ``size``, where windows and chunks end.
+    """
     square = torch.arange(SQUARE, device=device)
     edges = torch.tensor([each for times in range(4) for each in range(times * size - 2, times * size + 3)])
     edges = edges[edges >= 0].unique().to(device)
@@ -74,18 +77,18 @@ class MaskProbe:
     def give(
         self, function: Callable[..., torch.Tensor], shape: tuple[int, ...], size: int, device: Any
     ) -> torch.Tensor:
-        """Return a mask of ``shape`` that hides nothing; its memory address identifies it later."""
+        """Record a mask request; return a mask of ``shape`` that hides nothing, recognized later by its address."""
         mask = torch.ones(shape, dtype=torch.bool, device=device)
         self.asked.append(Asked(mask, function, size))
         return mask
 
     def find(self, mask: torch.Tensor) -> int | None:
-        """Return the index of the mask from ``give`` that ``mask`` is; None if the model made or changed ``mask``."""
+        """Return the number of the request answered by ``mask``; None if the model made or changed ``mask``."""
         return next((number for number, asked in enumerate(self.asked) if asked.is_whole(mask)), None)
 
 
 class ProbedGreenlet(ModelGreenlet):
-    """A greenlet that runs a model's forward, which gets its masks from the probe ``masks``."""
+    """A greenlet that runs a model's forward and passes the forward's mask requests to ``masks``."""
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor], masks: MaskProbe) -> None:
         super().__init__(run, attend)
@@ -101,7 +104,6 @@ def _mask(
     device: Any = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """Return the mask that transformers asks for under ``PROBE_NAME``, from the running greenlet's probe."""
     current = getcurrent()
     if not isinstance(current, ProbedGreenlet):
         raise RuntimeError("a model loaded by FastDecode asks for masks only in its probe")
@@ -109,17 +111,17 @@ def _mask(
 
 
 def cached_windows(hf_config: Any) -> list[int]:
-    """Return, by layer, how many tokens transformers' own cache (in ``generate``) keeps; 0 means all."""
+    """Return the sliding window of each layer, as transformers' own cache would keep it; 0 means all tokens."""
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []  # custom model code has its own cache
+        return []  # the model's own code may have no such configuration
     return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 
 @contextlib.contextmanager
 def asking_for_masks(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model's forwards request masks within the context."""
+    """Within the context, let the model's forwards request masks."""
     AttentionInterface.register(PROBE_NAME, attend)
     AttentionMaskInterface.register(PROBE_NAME, _mask)
     found = (getattr(module, "config", None) for module in model.modules())

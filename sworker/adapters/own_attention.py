@@ -37,14 +37,13 @@ def _attended(
     alibi_slopes: Slopes = (),
     window: int = 0,
 ) -> torch.Tensor:
-    """Pass query, key and value [1, heads, T, dim] to our attention; return o [1, T, num_heads · dim]."""
+    """Let R-workers attend: return o [1, T, num_heads · dim] for query, key and value [1, heads, T, dim]."""
     query, key = query.to(value.dtype), key.to(value.dtype)
     rules: Any = {"scaling": scale, "alibi_slopes": alibi_slopes, "sliding_window": window}
     return attend(module, query, key, value, None, **rules)[0].flatten(2)
 
 
 def _as_heads(o: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return o [1, T, num_heads · dim] as [1, heads, T, dim]."""
     return o.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
@@ -53,9 +52,9 @@ class FalconAttention(falcon.FalconAttention):
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """The ALiBi slopes. Falcon adds ALiBi before it scales, and rounds slopes to bfloat16 in every dtype.
+        """The ALiBi slopes. Falcon adds ALiBi before it scales scores, and rounds slopes to bfloat16 in every dtype.
 
-        transformers also rounds slopes times positions, which is inexact beyond some 256 tokens; this is not done here.
+        Falcon's code in transformers also rounds slope · position, which is inexact beyond some 256 tokens. We do not.
         """
         if not self.config.alibi:
             return ()
@@ -71,8 +70,7 @@ class FalconAttention(falcon.FalconAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
-        # All variants store a group's queries, then the group's key and value, which `_split_heads` may repeat.
+        # A group's queries lie before its one key and value; the model's own `_split_heads` would repeat the latter.
         groups = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         heads = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         query, key, value = (each.transpose(1, 2) for each in heads)
@@ -86,7 +84,7 @@ class BloomAttention(bloom.BloomAttention):
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """The slopes in float32, as the model multiplies them with positions."""
+        """The slopes in float32, which the model multiplies by positions."""
         positions = torch.ones(1, 2, dtype=torch.long)
         return tuple(bloom.build_alibi_tensor(positions, self.num_heads, torch.float32)[:, 0, 1].tolist())
 
@@ -104,11 +102,10 @@ class MptAttention(mpt.MptAttention):
 
     @cached_property
     def alibi_slopes(self) -> Slopes:
-        """The slopes in float32, as the model multiplies them with distances."""
+        """The slopes in float32, which the model multiplies by distances."""
         return tuple((-mpt.build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]).tolist())
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
         fused = self.Wqkv(hidden_states)
         if self.clip_qkv:
             fused = fused.clamp(-self.clip_qkv, self.clip_qkv)
@@ -118,13 +115,13 @@ class MptAttention(mpt.MptAttention):
 
 
 class MptModel(mpt.MptModel):
-    """The MPT model without the mask and the bias (of ``max_seq_len`` positions) for its own attention."""
+    """The MPT model without its own mask and ALiBi bias, which cover only ``max_seq_len`` positions."""
 
     def build_mpt_alibi_tensor(self, *_: Any, **__: Any) -> None:
-        """Return None, since our attention gets the ALiBi slopes and needs no bias tensor."""
+        """Return None: R-workers get the ALiBi slopes, so the model needs no bias tensor."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        """Call the model with a mask of four dimensions, which it uses unchanged."""
+        """Call the model with a dummy mask; a mask of four dimensions keeps the model from building one."""
         return super().forward(input_ids, **kwargs | {"attention_mask": input_ids.new_ones(1, 1, 1, 1)})
 
 
@@ -134,7 +131,6 @@ class GPTJAttention(gptj.GPTJAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.scale_attn), self.num_attention_heads), None
 
 
@@ -150,7 +146,6 @@ class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         window = self.config.window_size if self.attention_type == "local" else 0
         return _as_heads(_attended(self, query, key, value, 1.0, window=window), self.num_heads), None
 
@@ -161,7 +156,6 @@ class GPTNeoXJapaneseAttention(japanese.GPTNeoXJapaneseAttention):
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """Return (o, None) for query, key and value; all four-dimensional tensors are [1, heads, T, dim]."""
         return _as_heads(_attended(self, query, key, value, 1 / self.norm_factor), self.num_attention_heads), None
 
 
@@ -176,7 +170,6 @@ class OpenAIGPTAttention(openai.Attention):
         attention_mask: Any = None,
         output_attentions: Any = None,
     ) -> list[torch.Tensor]:
-        """Return [o] for q and v [1, heads, T, dim], and k [1, heads, dim, T]."""
         scale = v.shape[-1] ** -0.5 if self.scale else 1.0
         return [_as_heads(_attended(self, q, k.transpose(2, 3), v, scale), self.n_head)]
 
@@ -185,7 +178,6 @@ class XGLMAttention(xglm.XGLMAttention):
     """XGLM's attention without cross-attention."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return the attention layer's output for ``hidden_states`` [1, T, hidden], of the same shape."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (_as_heads(project(hidden_states), self.num_heads) for project in projections)
         return self.out_proj(_attended(self, query, key, value, self.scaling)), None
@@ -196,11 +188,10 @@ class _BertSelfAttention:
 
     @property
     def is_causal(self: Any) -> bool:
-        """True if the model was made as a decoder."""
+        """True if the configuration made the model a decoder."""
         return bool(self.is_decoder)
 
     def forward(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return the heads' outputs for ``hidden_states`` [1, T, hidden], of the same shape."""
         projections = (self.query, self.key, self.value)
         query, key, value = (_as_heads(project(hidden_states), self.num_attention_heads) for project in projections)
         return _attended(self, query, key, value, self.attention_head_size**-0.5), None
@@ -215,14 +206,14 @@ class RemBertSelfAttention(_BertSelfAttention, rembert.RemBertSelfAttention):
 
 
 def register() -> None:
-    """Enter our attention classes in the tables from which some models choose an attention class by name."""
+    """Register our attention classes in those models' tables that choose an attention class by its name."""
     falcon.FALCON_ATTENTION_CLASSES[ATTENTION_NAME] = FalconAttention
     gptj.GPTJ_ATTENTION_CLASSES[ATTENTION_NAME] = GPTJAttention
     gpt_neo.GPT_NEO_ATTENTION_CLASSES[ATTENTION_NAME] = GPTNeoSelfAttention
 
 
 def adapt(model: torch.nn.Module) -> None:
-    """Replace attention modules of a loaded model by their adapters, if its code has no table of classes."""
+    """Replace the attention modules of a loaded model by our adapters, if the model chooses none by name."""
     in_place_of: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
         bloom.BloomAttention: BloomAttention,
         mpt.MptAttention: MptAttention,

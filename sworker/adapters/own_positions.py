@@ -28,7 +28,7 @@ class _Places:
 
 
 class Llama4TextDecoderLayer(llama4.Llama4TextDecoderLayer):
-    """The model's own layer, whose attention uses the given positions instead of counting."""
+    """The model's own decoder layer, whose attention uses the given positions instead of counting."""
 
     def forward(
         self,

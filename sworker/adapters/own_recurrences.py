@@ -36,7 +36,7 @@ def _linear_recurrence(
 
 
 class _Convolved(nn.Module):
-    """A depthwise convolution, [1, channels, T], that R-workers compute in our forwards."""
+    """A depthwise convolution [1, channels, T] whose forward sends rows to R-workers, which convolve them."""
 
     def __init__(self, own: nn.Conv1d) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class _Convolved(nn.Module):
 
 
 def use_own_recurrences(model: nn.Module) -> bool:
-    """Let R-workers compute the recurrences of ``model`` that are methods; return False if it has none."""
-    # Methods of transformers' modules by class, and their replacements in our forwards
+    """Let R-workers compute the recurrences that are methods of ``model``'s modules; return False if it has none."""
+    # By class of transformers: the method that computes a recurrence, and our replacement
     methods = {
         "MiniMaxLightningAttention": ("forward", _lightning_attention),
         "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
     }
-    # Modules that convolve by a submodule, and the submodule's attribute name
+    # By class of transformers: the attribute that holds a convolution
     convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
     found = [each for each in model.modules() if type(each).__name__ in {*methods, *convolutions}]
     for each in found:

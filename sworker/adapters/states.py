@@ -2,9 +2,9 @@
 
 transformers computes both in functions of its modeling modules: the convolution of rows, then the recurrence over the
 result. Our forwards replace these functions. The convolution returns its rows unchanged. The recurrence sends these
-rows, with decays and rates, to the R-worker, as attention sends q, k and v. If the model computes more between
-convolution and recurrence (Mamba-1, the RG-LRU), the two are separate layers. Projections, gates and norms stay the
-model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
+rows, with decays and rates, to the R-worker, as attention sends q, k and v. If the model computes something between the
+convolution and the recurrence (Mamba-1, the RG-LRU), both are sent as separate layers. Projections, gates and norms
+stay the model's own code. Recurrences that are methods of modules have adapters in `own_recurrences.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Recurrence(Calls):
-    """The calls of a recurrent layer: its recurrence and convolution for the R-worker, as found in a forward."""
+    """The attention calls of a recurrent layer, for its recurrence and the convolution before it."""
 
     caches_rows = False
 
@@ -66,7 +66,7 @@ class Recurrence(Calls):
         return self.heads, self.value_dim
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the first channels of each row as a stand-in for o, for the probe."""
+        """Return the first channels of each row in place of o, for the probe, which computes no recurrence."""
         return key[0, :, :, : self.heads * self.value_dim].unflatten(-1, (self.heads, self.value_dim)).contiguous()
 
 
@@ -88,7 +88,7 @@ def _forward() -> ModelGreenlet:
 
 
 def payload(channels: tuple[torch.Tensor, ...], numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return payload rows [T, elements] of ``channels`` [1, T, …] and ``numbers`` [1, T, …], float32 as bits."""
+    """Return payload rows [T, elements]: first ``channels`` [1, T, …], then ``numbers`` [1, T, …] as float32 bits."""
     parts = [part[0].flatten(1) for part in channels]
     bits = [number[0].float().flatten(1) for number in numbers]
     return torch.cat([*parts, torch.cat(bits, -1).view(parts[0].dtype)], -1)
@@ -101,7 +101,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Note the convolution for the recurrence that follows; return ``hidden_states`` [1, channels, T] unchanged."""
+    """Remember the convolution, which the recurrence sends; return ``hidden_states`` [1, channels, T] unchanged."""
     _forward().convolution = Convolution(weight, bias, activation is not None)
     return hidden_states
 
@@ -113,19 +113,18 @@ def convolved(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Let the R-worker convolve ``hidden_states`` [1, channels, T]; return the result, of the same shape."""
+    """Let the R-worker convolve ``hidden_states`` [1, channels, T]; return the convolved tensor, of the same shape."""
     heads, dim = as_heads(hidden_states.shape[1])
     convolution = Convolution(weight, bias, activation is not None)
     recurrence = Recurrence("window", convolution, heads, dim)
     rows = hidden_states[0].T.contiguous()
-    # A copy, since Zamba scans it head by head, and each call overwrites the staging buffer of o.
+    # A copy, since the next call overwrites the staging buffer of o, and Zamba calls once per head.
     return advance(rows, recurrence).flatten(2).transpose(1, 2).clone()
 
 
 def as_heads(channels: int) -> tuple[int, int]:
-    """Return (heads, channels per head) into which ``channels`` independent channels are split."""
-    # Channels per head in a layer that is only a convolution. R-workers divide a sequence among threads by heads,
-    # so heads are needed.
+    """Return (heads, channels per head), into which R-workers divide ``channels`` independent channels."""
+    # Possible channels per head. R-workers share a sequence among threads by heads, so one head would use one thread.
     window_dims = (64, 32, 16)
     dim = next((dim for dim in window_dims if channels % dim == 0), 1)
     return channels // dim, dim
@@ -205,14 +204,14 @@ def use_states(model: torch.nn.Module) -> bool:
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     convolution = "causal_conv1d_fn"
     found = [each for each in modules if hasattr(each, convolution)]
-    # Functions of transformers' modeling modules, and their replacements in our forwards
+    # For each function of transformers' modeling modules, our replacement
     recurrences: dict[str, Callable[..., Any]] = {
         "torch_chunk_gated_delta_rule": _delta_rule,
         "chunk_kimi_delta_attention": _delta_rule,
         "mamba2_chunk_scan": _scan,
         "mamba_selective_scan": _selective_scan,
     }
-    # Recurrences whose inputs are computed from the convolved rows
+    # Functions whose inputs the model computes from convolved rows, so the convolution is a layer of its own
     of_convolved = frozenset(("mamba_selective_scan",))
     for module in found:
         names = {name for name in recurrences if hasattr(module, name)}
@@ -223,7 +222,7 @@ def use_states(model: torch.nn.Module) -> bool:
 
 
 def replace(module: ModuleType | type, name: str, ours: Callable[..., Any]) -> None:
-    """Replace function ``name`` of a module or class: our forwards call ``ours``, other callers the original."""
+    """Replace function ``name`` of a module or class by ``ours`` for our forwards; other callers get the original."""
     theirs = getattr(module, name)
     if hasattr(theirs, "in_forwards"):
         return

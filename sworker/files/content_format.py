@@ -23,10 +23,10 @@ MARK = "fastdecodemark"
 
 
 def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Format]:
-    """Return the content format that ``template`` takes for each role; other roles use that of "user".
+    """Return, for each role, the content format that ``template`` takes; a role without entry uses that of "user".
 
-    The syntax of the template determines it, as in vLLM. A trial rendering overrides it for a role whose text is
-    dropped.
+    The syntax of the template determines the format, as in vLLM. If rendering a trial message of some role in this
+    format drops the text, that role gets the other format.
     """
     told = told_by_syntax(template)
 
@@ -41,17 +41,17 @@ def formats_of(template: str, special_tokens: Mapping[str, Any]) -> dict[str, Fo
 
 
 def in_format(content: list[dict[str, str]], kind: Format) -> str | list[dict[str, str]]:
-    """Return a message's parts in the format of its template. As text, each part has its own lines."""
+    """Return a message's parts as ``kind``: a list as it is, or one text in which each part starts a new line."""
     return content if kind == "openai" else "\n".join(part["text"] for part in content)
 
 
 def in_formats(
     messages: list[dict[str, Any]], parts: list[list[dict[str, str]]], formats: Mapping[str, Format]
 ) -> list[dict[str, Any]]:
-    """Return ``messages``, whose contents are texts, with contents in the format of each role.
+    """Return ``messages``, whose contents are texts, with each content in the format of its role.
 
-    ``parts``: the parts of each original message; the first originals may have been joined into one message. A message
-    whose text equals that of its parts gets these parts. Any other text becomes one part.
+    ``parts``: the parts of each original message. Only the first originals may have been joined into one message. A
+    message whose text equals that of its parts gets these parts. Any other text becomes one part.
     """
     given = parts[len(parts) - len(messages) :]
     shaped = []
@@ -64,7 +64,7 @@ def in_formats(
 def told_by_syntax(template: str) -> Format:
     """Return ``openai`` if a loop of ``template`` iterates over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    # A transformers tag that marks the assistant's tokens
+    # A tag of transformers around the assistant's text, which jinja itself does not know
     generation = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
     try:
         tree = environment.parse(generation.sub("", template))
@@ -82,18 +82,18 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return whether the text from ``render`` contains ``MARK``, and not inside a printed list."""
+    """Return whether the rendered ``conversation`` shows the text ``MARK``, and not in a literally printed list."""
     try:
         text = render(conversation)
-    except Exception:  # a template may raise anything for a conversation that does not suit it
+    except Exception:  # a template may reject this conversation by any exception
         return False
-    # Shows that a template which expects text has printed a list of parts literally
+    # Matches a list of parts that a template for texts has printed literally
     printed_part = re.compile(r"""["']type["']\s*:""")
     return MARK in text and not printed_part.search(text)
 
 
 def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[str, Any]]:
-    """Return a short conversation whose message of ``role`` is the text ``MARK``."""
+    """Return a conversation to render, in which the message of ``role`` is the text ``MARK`` in format ``kind``."""
 
     def message(name: str, *texts: str) -> dict[str, Any]:
         wanted = kind if name == role else found.get(name, found["user"])
@@ -112,7 +112,7 @@ def _trial(role: str, kind: Format, found: Mapping[str, Format]) -> list[dict[st
 
 
 def _loops_over_content(tree: nodes.Template) -> Iterator[bool]:
-    """Yield True for each loop over a message's content, as far as names can be traced."""
+    """Yield True for each loop over a message's content, also under other names, through assignments and calls."""
     messages = _names_of(tree, {"messages"}, None)
     items = {
         loop.target.name
@@ -129,7 +129,6 @@ def _loops_over_content(tree: nodes.Template) -> Iterator[bool]:
 
 
 def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], contents: set[str]) -> set[str]:
-    """Return the parameters of ``macro`` to which some call passes a message's content."""
     calls = [
         call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name) and call.node.name == macro.name
     ]
@@ -143,7 +142,7 @@ def _given_content(tree: nodes.Template, macro: nodes.Macro, items: set[str], co
 
 
 def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str]:
-    """Return ``names`` and their aliases in the template; with ``key``, also names assigned from ``name[key]``."""
+    """Return ``names`` and variables assigned from them; with ``key``, only variables assigned from ``name[key]``."""
     known = set(names)
     while True:
         more = {
@@ -161,7 +160,7 @@ def _names_of(tree: nodes.Template, names: set[str], key: str | None) -> set[str
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None) -> bool:
-    """Return whether ``node`` reads variable ``name``, or its key ``key`` if given; filters and slices are skipped."""
+    """Return whether ``node`` is variable ``name`` or, with ``key``, ``name[key]``; filters and slices are ignored."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

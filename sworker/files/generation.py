@@ -33,13 +33,13 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
     asked = {} if config.generation_config == "vllm" else loaded
     asked = asked | config.override_generation_config
     own = optional("GGUF tokenizer").sampling(file) if file and config.generation_config != "vllm" else {}
-    # Keys of generation_config.json that are used, as in vLLM, and our names for them
+    # Keys of generation_config.json that are used, the same as in vLLM, with the names of our sampling parameters
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
         "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
     }  # fmt: skip
     wanted = own | {names[name]: asked[name] for name in names if asked.get(name) is not None}
-    # Settings that transformers follows and vLLM does not, with their neutral values
+    # Settings that transformers applies, and vLLM and we ignore, each with the value that has no effect
     not_taken = {
         "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
         "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "forced_bos_token_id": None,
@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a model id whose hub cannot be reached
+    except OSError:  # no network, or no such file
         return {}
     if found is None:
         return {}
@@ -91,7 +91,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _can_be_meant(model: str, name: str, value: Any) -> bool:
-    """Return True for a sampling parameter within its range; otherwise log it in one line."""
     try:
         SamplingParams(**{name: value})
     except ConfigError as error:
@@ -101,7 +100,6 @@ def _can_be_meant(model: str, name: str, value: Any) -> bool:
 
 
 def _is_token(model: str, token_id: Any, vocab_size: int) -> bool:
-    """Return True for an id of the vocabulary; otherwise log it in one line."""
     if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size:
         return True
     logger.warning("%s: eos_token_id %r is left out: ids are 0 to %d", model, token_id, vocab_size - 1)

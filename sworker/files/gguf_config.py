@@ -1,6 +1,6 @@
-"""Facts in a GGUF file that transformers' reader drops: set in the configuration, or refused by name.
+"""Applies what transformers' GGUF reader drops: sets it in the configuration, or refuses the file.
 
-transformers reads some keys of each architecture. It silently drops all other keys, and tensors with factors of rotary
+The reader knows some keys of each architecture. It silently drops all other keys, and the tensors that scale rotary
 frequencies.
 """
 
@@ -17,9 +17,9 @@ from fastdecode.sworker.files import gguf_rope
 
 
 def complete(hf_config: Any, file: Path) -> None:
-    """Set in ``hf_config`` what ``file`` says and transformers has dropped.
+    """Set in ``hf_config`` what ``file`` says and transformers' reader dropped.
 
-    Raise ModelLoadError for a key that changes the model's arithmetic and is unknown.
+    Raise ModelLoadError for an unknown key that may change the model's arithmetic.
     """
     metadata, tensors = read_gguf_metadata(str(file))
     arch = metadata["general.architecture"]
@@ -32,7 +32,7 @@ def complete(hf_config: Any, file: Path) -> None:
         hf_config.eos_token_id = usual_end.get(metadata.get("tokenizer.ggml.model", ""))
     if "tokenizer.ggml.padding_token_id" not in metadata:
         hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
-    # Layer counts of the Gemmas that scale scores by the hidden size per head; llama.cpp identifies them likewise
+    # Numbers of layers of the Gemmas that scale scores by the hidden size per head, as in llama.cpp
     large_gemmas = {"gemma2": 46, "gemma3": 62}
     if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of the listed architectures
         _set_attributes(hf_config, arch, keys, file)
@@ -48,7 +48,7 @@ def complete(hf_config: Any, file: Path) -> None:
 
 
 def _check_kind(metadata: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelLoadError for a file that is no complete model."""
+    """Raise ModelLoadError if ``file`` holds something other than a model, or only one part of a model."""
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise ModelLoadError(f"cannot load {str(file)!r}: general.type is {kind!r}, not a model")
@@ -80,7 +80,7 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
     # Gemma 4's keys, since it has heads of two sizes
     gemma4 = {"attention.key_length": ("global_head_dim",), "attention.key_length_swa": ("head_dim",)}
     known = attributes | (gemma4 if arch == "gemma4" else {})
-    # Keys for which llama.cpp takes 0 as none
+    # Keys for which 0 means none, as in llama.cpp
     none_by_zero = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
     # Keys with the size of a head. Models without an attribute for this size derive it from the hidden size.
     head_lengths = ("attention.key_length", "attention.value_length")
@@ -98,12 +98,12 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
         elif not _is_understood(arch, key, value):
             raise ModelLoadError(
                 f"cannot load {str(file)!r}: {arch}.{key} is {str(value)[:80]}, which this model of transformers does "
-                "not have, and without it the text is another: give the folder that the file was made of"
+                "not have, and which changes the text: give the folder that the file was made from"
             )
 
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
-    """Return whether ``key`` of a GGUF file is handled: other code reads it, or its value has no effect."""
+    """Return whether ``key`` can be passed over here: other code reads it, or its value has no effect."""
     # Keys that transformers reads for every architecture
     read = {
         "attention.head_count",
@@ -138,21 +138,20 @@ def _is_understood(arch: str, key: str, value: Any) -> bool:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Return whether two numbers are equal within the file's single precision."""
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) <= 1e-6 * abs(one)
     return bool(one == other)
 
 
 def _set_pattern(hf_config: Any, pattern: Any) -> None:
-    """Set which layers have a window. ``pattern``: a flag per layer, or n if every n-th layer has no window."""
+    """Set which layers have a sliding window: where ``pattern`` is true, or in all but each ``pattern``-th layer."""
     number = hf_config.num_hidden_layers
     windowed = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in range(number)]
     hf_config.layer_types = ["sliding_attention" if each else "full_attention" for each in windowed[:number]]
 
 
 def _set_biases(hf_config: Any, tensors: tuple[str, ...]) -> None:
-    # Attributes that enable biases, and endings of tensor names that show biases
+    # Attributes that turn biases on, and the names of tensors that show that the file has these biases
     biases = {
         "attention_bias": (".attn_q.bias", ".attn_k.bias", ".attn_v.bias"),
         "mlp_bias": (".ffn_gate.bias", ".ffn_up.bias"),

@@ -1,6 +1,6 @@
-"""The rotary embedding of a GGUF file: its base, the rotated part of a head, and the scaling of frequencies.
+"""The rotary embedding of a GGUF file: its base, how many dims of a head it rotates, and the frequencies' scaling.
 
-transformers' reader silently drops every scaling, and tensors with factors of frequencies.
+transformers' reader silently drops every scaling, and the tensors that scale single frequencies.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base"
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
     """Set the rotary embedding of ``hf_config``, or only its scaling if ``whole`` is false.
 
-    ``keys``: the file's, without the architecture's prefix. Raise ModelLoadError for an unsupported embedding.
+    ``keys``: the file's keys without the architecture's prefix. Raise ModelLoadError if the embedding is unsupported.
     """
     parameters = getattr(hf_config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return
     factors = {name: _read(file, name) for name in TENSORS if name in tensors}
     scaling = _Scaling(keys, factors, hf_config.get_text_config().max_position_embeddings, file).parameters()
-    if "full_attention" in parameters:  # layers with a window have their own embedding, which is not scaled
+    if "full_attention" in parameters:  # layers with a window have an embedding of their own, never scaled
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
     # Base of the frequencies if a file names none
@@ -68,7 +68,6 @@ def _read(file: Path, name: str) -> list[float]:
 
 
 def _set_part(hf_config: Any, parameters: dict[str, Any], keys: Mapping[str, Any], file: Path) -> None:
-    """Set how many dimensions of a head are rotated."""
     size = head_dim(hf_config)
     rotated = keys.get("rope.dimension_count", size)
     if "partial_rotary_factor" in parameters:
@@ -76,7 +75,7 @@ def _set_part(hf_config: Any, parameters: dict[str, Any], keys: Mapping[str, Any
     elif rotated != size:
         raise ModelLoadError(
             f"cannot load {str(file)!r}: rope.dimension_count is {rotated}, and {hf_config.model_type} rotates all "
-            f"{size} dimensions of a head: give the folder that the file was made of"
+            f"{size} dimensions of a head: give the folder that the file was made from"
         )
 
 
@@ -84,7 +83,7 @@ class _Scaling:
     """The scaling in a file, as llama.cpp reads it."""
 
     def __init__(self, keys: Mapping[str, Any], factors: Mapping[str, list[float]], longest: int, file: Path) -> None:
-        """``longest``: the model's context length. ``factors``: factors of frequencies, by the name of their tensor."""
+        """``longest``: the model's context length. ``factors``: one factor per frequency, by name of their tensor."""
         self._keys, self._factors, self._longest, self._file = keys, factors, longest, file
         self._kind = keys.get("rope.scaling.type") or "linear"
         named = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
@@ -106,7 +105,7 @@ class _Scaling:
         raise ModelLoadError(
             f"cannot load {str(self._file)!r}: rope.scaling.type {self._kind!r} with attn_factor {self._strength} and "
             f"{', '.join(self._factors) or 'no tensors of factors'} is not understood: give the folder that the file "
-            "was made of"
+            "was made from"
         )
 
     def _yarn(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class _Scaling:
         return told
 
     def _by_factors(self, short: list[float], long: list[float], original: int) -> dict[str, Any]:
-        """Return LongRoPE's parameters, which divide each frequency by its own factor."""
+        """Return LongRoPE's parameters, which scale each frequency by its own factor."""
         return {
             "rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": self._longest / original,
             "attention_factor": self._strength, "original_max_position_embeddings": original,

@@ -30,20 +30,20 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 
 
 def arguments(file: Path) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` that give llama.cpp's defaults."""
+    """Return the arguments of ``from_pretrained`` that set what llama.cpp does by default."""
     metadata, _ = read_gguf_metadata(str(file))
     return {"add_bos_token": True} if metadata.get("tokenizer.ggml.pre") in WHOLE_WORDS else {}
 
 
 def complete(hf: Any, file: Path) -> None:
-    """Complete a transformers tokenizer from ``file``; log an unknown splitting kind in one line."""
+    """Set in the transformers tokenizer ``hf`` what its GGUF reader drops; log an unknown way of splitting text."""
     metadata, _ = read_gguf_metadata(str(file))
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2":
         _set_splitting(hf, pre, file)
     elif kind == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False:
         _leave_out_space(hf.backend_tokenizer)
-    # Keys of chat templates for a purpose, such as tool_use
+    # Keys of the chat templates for special uses, such as tool_use
     template = re.compile(r"tokenizer\.chat_template\.(.+)")
     named = {match[1]: value for name, value in metadata.items() if (match := template.fullmatch(name))}
     if named and isinstance(hf.chat_template, str):
@@ -69,9 +69,9 @@ def _of(file: Path, names: re.Pattern[str]) -> Mapping[str, Any]:
 
 def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
-    # Splitting kinds that first separate every digit, and then split like GPT-2
+    # Names of ways to split text that first separate every digit, and then split like GPT-2
     digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-    # Kinds that split like GPT-2, as transformers does for every unknown kind
+    # Names of ways to split text that equal GPT-2's, which transformers also uses for unknown names
     alike = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
     if pre in WHOLE_WORDS:
         backend.model.ignore_merges = True

@@ -21,9 +21,9 @@ def settings(text_config: Any) -> Iterator[dict[str, Any]]:
 
 
 def override(text_config: Any, name: str, value: Any) -> None:
-    """Set ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` of a configuration; other values stay.
+    """Set ``rope_theta``, ``rope_scaling`` or ``rope_parameters`` of a configuration.
 
-    Raise ModelLoadError for a malformed value, and if types of layers have separate parameters.
+    Raise ModelLoadError if the value is malformed, or if the model has separate parameters per type of layer.
     """
     before = getattr(text_config, "rope_parameters", None)
     if not isinstance(before, dict):
@@ -51,7 +51,7 @@ def _completed(value: Mapping[str, Any], before: Mapping[str, Any], text_config:
 
 
 def check_named(text_config: Any) -> None:
-    """Raise ModelLoadError for an unknown kind of scaling, and for a factor without a kind.
+    """Raise ModelLoadError for an unknown kind of scaling, or for a factor without a kind.
 
     transformers ignores a factor without a kind.
     """
@@ -68,7 +68,7 @@ def check_named(text_config: Any) -> None:
 
 
 def reach(text_config: Any, longest: int) -> int:
-    """Return the longest context that a user may ask for: ``longest``, the configuration's, or more with a scaling.
+    """Return the longest context that a user may ask for: ``longest``, which the configuration names, or more.
 
     Linear scaling multiplies the configuration's length, and YaRN its original length, as in vLLM. For other kinds, and
     for parameters per type of layer, the configuration already has the scaled length.

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's files: complete before loading, and fully used afterwards."""
+"""Checks of a checkpoint's files: each is complete before loading, and every tensor was used afterwards."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def weights_place(model: str) -> tuple[str, dict[str, str]]:
-    """Return arguments of ``from_pretrained``, positional and by name. For PATH.gguf they name its folder and file.
+    """Return the arguments of ``from_pretrained`` for ``model``: a path or id, and for PATH.gguf its folder and file.
 
-    Raise ModelLoadError if there is no such file, or a package to read it is not installed.
+    Raise ModelLoadError if there is no such file, or if a package that reads GGUF is not installed.
     """
     path = Path(model)
     if path.suffix != ".gguf":
@@ -41,7 +41,7 @@ def weights_place(model: str) -> tuple[str, dict[str, str]]:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise ModelLoadError for a model folder that holds an adapter; transformers would load the adapter's own base."""
+    """Raise ModelLoadError if ``folder`` holds a LoRA adapter: transformers would load the adapter's base model."""
     if not (folder / ADAPTER_FILE).is_file():
         return
     where = f"--model {adapter_config(folder).get('base_model_name_or_path') or 'BASE'} --lora-modules NAME={folder}"
@@ -53,7 +53,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def check_not_adapted(model: Any) -> None:
-    """Raise ModelLoadError if ``model`` was loaded from an adapter; transformers leaves the adapter unmerged."""
+    """Raise ModelLoadError if ``model`` was loaded with a LoRA adapter, which transformers leaves unmerged."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelLoadError("the model is a LoRA adapter: give its base, and --lora-modules NAME=FOLDER")
 
@@ -122,7 +122,7 @@ def check_tensors(model: str, info: dict[str, Any], fewer_layers: bool = False) 
 
 def name_unused(model: str, names: Sequence[str]) -> None:
     """Warn in one line about tensors that no parameter uses."""
-    named = [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # computed from the configuration
+    named = [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # recomputed from the configuration
     if named:
         some = ", ".join(named[:3]) + (", …" if len(named) > 3 else "")
         logger.warning(

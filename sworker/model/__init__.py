@@ -1,1 +1,1 @@
-"""The model: loading, checkpoints, packed products, probes, shards, and the tokenizer."""
+"""The model: loading, checkpoints, packed weights, probes, shards, and the tokenizer."""

@@ -70,7 +70,7 @@ class TransformersBaseline:
 
 
 class _Stamps:
-    """Records when each step's logits are ready."""
+    """A logits processor that records when each step's logits are ready."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []

@@ -1,7 +1,7 @@
-"""Published checkpoints with weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors.
+"""Reads published checkpoints with weights in FP8, MXFP4, AWQ, GPTQ or compressed-tensors.
 
-If weights are unpacked, transformers requests one tensor after another. Each tensor is then read, multiplied by its
-scales and rounded to the model's dtype. So beside the model, only a few tensors are in memory at a time.
+Weights are unpacked one by one, when transformers requests a tensor: it is read, multiplied by its scales and rounded
+to the model's dtype. So only a few tensors are in memory beside the model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Weight:
 
 
 class Files:
-    """The tensors of safetensors files. One file is mapped at a time, and mapped anew after ``MAPPED_BYTES`` bytes."""
+    """The tensors of safetensors files. One file at a time is mapped, and mapped again after ``MAPPED_BYTES`` bytes."""
 
     def __init__(self, files: list[str]) -> None:
         """Record which file has which tensor."""
@@ -55,7 +55,7 @@ class Files:
                 self.places |= dict.fromkeys(handle.keys(), file)
         self._file, self._num_bytes = "", 0
         self._handle: Any = None
-        self._lock = Lock()  # transformers reads in threads if the user configures it
+        self._lock = Lock()  # transformers may read from several threads
 
     def read(self, name: str) -> torch.Tensor:
         """Return tensor ``name``, mapped from its file. Its pages stay until all tensors of the mapping are freed."""
@@ -95,11 +95,10 @@ class Packed:
         return {name: Weight(partial(self.copied, name)) for name in names}
 
     def copied(self, name: str) -> torch.Tensor:
-        """Return a copy of tensor ``name``, so that the file can be unmapped."""
         return self.files.read(name).clone()
 
     def _with_groups_that_count(self, layout: Layout) -> Layout:
-        """Return ``layout`` without ``g_idx`` (group numbers) if negative; then neighbouring columns share a group."""
+        """Return ``layout`` without ``g_idx`` if it has negative numbers: then groups are neighbouring columns."""
         groups = [leaf for leaf in layout.names if leaf.endswith("g_idx")]
         absent = {leaf for leaf in groups if bool((self.files.read(layout.names[leaf]) < 0).any())}
         return replace(layout, names={leaf: name for leaf, name in layout.names.items() if leaf not in absent})
@@ -123,7 +122,7 @@ def packed(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype)
     This removes the quantization from ``hf_config``, so that transformers makes a plain model.
     """
     settings = quantization(hf_config)
-    # Kinds of checkpoints that this module unpacks
+    # The ``quant_method`` of checkpoints that this module unpacks
     methods = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
     if settings.get("quant_method") not in methods:
         return None
@@ -153,7 +152,7 @@ def publishes_int8(settings: Mapping[str, Any]) -> bool:
 
 
 def _is_w8a8(group: Mapping[str, Any]) -> bool:
-    """Return whether weights have a scale per output, and activations a dynamic scale per row."""
+    """Return whether weights are int8 with a scale per output, and activations int8 with a dynamic scale per row."""
     weights, rows = group.get("weights") or {}, group.get("input_activations") or {}
     int8 = all(
         each.get("num_bits") == 8 and each.get("type") == "int" and each.get("symmetric") for each in (weights, rows)

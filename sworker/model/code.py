@@ -16,11 +16,11 @@ from fastdecode.kinds.layout import KVLayout
 
 
 class AnyRank(Protocol):
-    """The tensor-parallel rank whose part of the model a process loads; see ``Rank``."""
+    """The index and number of tensor-parallel ranks, by which a process loads its part of a model; see ``Rank``."""
 
     @property
     def index(self) -> int:
-        """This rank's number."""
+        """This rank's number, from 0."""
 
     @property
     def size(self) -> int:
@@ -49,18 +49,19 @@ class ModelCode(Protocol):
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits [len(rows), vocab_size] of tokens int64 [1, T] at positions int64 [1, T].
+        """Return logits [len(rows), vocab_size] of token ids int64 [1, T] at positions int64 [1, T].
 
-        ``rows``: int64 indices of rows; None for all. Call this inside a ``ModelGreenlet``, which answers attention.
+        ``rows``: int64 indices of the tokens that need logits; None for all. Call this inside a ``ModelGreenlet``,
+        which answers attention calls.
         """
 
     def of(self, module: torch.nn.Module) -> ModelCode:
-        """Return the code of ``module``, a part of this model that shares its weights."""
+        """Return the same kind of code for ``module``, a part of this model that shares its weights."""
 
 
 @dataclass(frozen=True)
 class LoadedCode:
-    """A loaded model. ``whole_layout``: the layout with all ranks' heads. ``digest``: a hash of the weights."""
+    """A loaded model. ``layout``: this rank's heads; ``whole_layout``: all heads. ``digest``: hash of the weights."""
 
     code: ModelCode
     layout: KVLayout

@@ -14,10 +14,10 @@ from fastdecode.sworker.model.support import probe_layers
 
 
 def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: int) -> ModelCode:
-    """Return the code of a model's first ``num_layers`` layers, norm and head; ``code`` is not changed.
+    """Return the code of a model that has only the first ``num_layers`` layers of ``code``, with its norm and head.
 
-    ``layout``: the whole model's. Raise ConfigError if the model has at most ``num_layers`` layers. Raise
-    UnsupportedModelError if its layers cannot be found, or its code does not run with only some layers.
+    ``code`` is not changed. ``layout``: the whole model's. Raise ConfigError if the model has at most ``num_layers``
+    layers. Raise UnsupportedModelError if its layers cannot be found, or do not run without the later ones.
     """
     most = int(hf_config.get_text_config().num_hidden_layers)
     if num_layers >= most:
@@ -30,13 +30,13 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # as a probe finds them: a hybrid model's layer may call attention twice, or never
+    ).layers  # as the probe would find them, with float32 states; each is an attention call, not a decoder layer
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # list ``name`` does not hold the decoder layers, or the code needs all layers
+            continue  # ``name`` lists other modules than decoder layers, or the code needs all layers
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(

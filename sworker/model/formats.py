@@ -1,6 +1,7 @@
 """Layouts of packed weights: which tensors make up one weight, and the function that unpacks them.
 
-The functions take tensors on any device, so a layer that stays packed unpacks its weight where it computes.
+The functions take tensors on any device. So a layer that stays packed can unpack its weight on the device on which it
+computes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Unpack = Callable[[Tensors, torch.dtype], torch.Tensor]
 class Layout:
     """One packed weight: its unpacking function, and its tensors' names in the files by their names in the layer.
 
-    ``axis``: the dimension of the tensors that runs along the weight's outputs; None if ``unpack`` takes stacked
-    experts. ``unit``: number of outputs that share one entry along that dimension.
+    ``axis``: the dimension of the tensors along which the weight's outputs lie; None if ``unpack`` takes stacked
+    experts. ``unit``: number of outputs that share one entry in this dimension.
     """
 
     unpack: Unpack
@@ -42,7 +43,7 @@ class Layout:
         return "blocks" not in self.names
 
     def joins(self, num_outputs: int) -> bool:
-        """Return whether weights of this layout, of ``num_outputs`` each, can be joined along ``axis`` to one."""
+        """Return whether weights in this layout, with ``num_outputs`` each, stay valid when joined along ``axis``."""
         return num_outputs % self.unit == 0 and not any(leaf.endswith("g_idx") for leaf in self.names)
 
 
@@ -106,7 +107,7 @@ def awq(tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gptq(tensors: Tensors, dtype: torch.dtype, bits: int, plus: int) -> torch.Tensor:
-    """Return the weight that ``tensors`` encode in GPTQ's layout. ``plus``: to be added to stored zero points."""
+    """Return the weight that ``tensors`` encode in GPTQ's layout. ``plus``: 1 if files store zero points minus 1."""
     words, zeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
 
     def part(begin: int, end: int) -> torch.Tensor:
@@ -147,22 +148,22 @@ def num_bits(settings: Mapping[str, Any]) -> int:
     groups = (settings.get("config_groups") or {}).values()
     bits = {int(group["weights"]["num_bits"]) for group in groups if group.get("weights")}
     if len(bits) != 1 or not bits <= {4, 8}:
-        raise ModelLoadError(f"compressed-tensors with weights of {sorted(bits)} bits: 4 or 8 for all are unpacked")
+        raise ModelLoadError(f"compressed-tensors with weights of {sorted(bits)} bits: all must have 4, or all 8")
     return bits.pop()
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the outputs and inputs that share a scale; () if scales are per weight, output or group."""
+    """Return (outputs, inputs) of the block that shares one scale; () if scales are per weight, output or group."""
     groups = (settings.get("config_groups") or {}).values()
     given = {tuple(group["weights"].get("block_structure") or ()) for group in groups if group.get("weights")}
     blocks = {tuple(settings.get("weight_block_size") or ())} | given
     if len(blocks - {()}) > 1:
-        raise ModelLoadError(f"scales per block of {sorted(blocks - {()})}: one size for all weights is unpacked")
+        raise ModelLoadError(f"scales per block of {sorted(blocks - {()})}: all weights must have one size")
     return max(blocks)
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise an error for layouts that the functions of `unpack.py` would read wrongly."""
+    """Raise ModelLoadError for layouts that the functions of `unpack.py` would read wrongly."""
     method = settings["quant_method"]
     known: dict[str, dict[str, tuple[Any, ...]]] = {
         "awq": {"bits": (4, None), "version": ("gemm", None)},

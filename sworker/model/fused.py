@@ -89,7 +89,7 @@ class FusedRows:
 
 
 def are_rotated_whole(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
-    """Return whether q and k are [1, heads, T, dim] of the dtype of ``cos``, and ``cos`` [1, T, dim] has all dims."""
+    """Return whether q and k have shape [1, heads, T, dim] and dtype of ``cos``, and ``cos`` covers all ``dim``."""
     fits = all(each.ndim == 4 and len(each) == 1 and each.dtype == cos.dtype for each in (q, k))
     return fits and cos.shape == (1, q.shape[2], q.shape[3])
 
@@ -111,23 +111,21 @@ class Rotary:
 
 
 def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
-    """Return ``heads`` [1, heads, T, dim] rotated by the angles of ``cos`` and ``sin``. Strides may be anything."""
     rows = rows_of(heads)
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # strides between rows or heads may be anything
+        rows = rows.clone(memory_format=torch.contiguous_format)  # the kernel takes dense rows only
     out = torch.empty(rows.shape, dtype=rows.dtype)
     _sworker.rotate(_array(rows), cos, sin, _array(out))
     return out.transpose(0, 1)[None]
 
 
 def _array(rows: torch.Tensor) -> Any:
-    """Return the tensor's memory as a numpy array, with its strides; bfloat16 as its bits."""
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is so large that torch's threads together are faster than this module's one thread."""
-    # Numbers of elements and of torch's threads; up to either, one thread here is faster than torch on all threads
+    """Return whether torch on all its threads computes ``x`` faster than this module, which uses one thread."""
+    # (elements, torch's threads): up to either number, one thread here is faster than torch on all threads
     one_thread = 1 << 18, 4
     elements, threads = one_thread
     return x.numel() > elements and torch.get_num_threads() > threads
@@ -180,7 +178,7 @@ def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.
     try:
         pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # the model's function of that name takes other arguments
+    except Exception as error:  # the model's function of this name has another signature
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 

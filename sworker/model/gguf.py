@@ -19,21 +19,24 @@ from fastdecode.sworker.model.packing import unpacked
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return ``weights_place`` with a request to unpack: packed weights bring their own attention and products."""
+    """Return ``weights_place``, and for a GGUF file also arguments to unpack it.
+
+    transformers' layers for packed weights would bring their own attention and products.
+    """
     name, named = weights_place(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
 
 
 def check_all_taken(model: Any, name: str) -> None:
-    """Raise ModelLoadError for a tensor of the GGUF file ``name`` for which the model has no parameter.
+    """Raise ModelLoadError if the GGUF file ``name`` has a tensor for which the model has no parameter.
 
     transformers silently drops such tensors.
     """
     header = GgufHeader.from_file(name)
-    if header.architecture in GGUF_CONFIG_ARCHS:  # transformers reports unused tensors of these itself
+    if header.architecture in GGUF_CONFIG_ARCHS:  # transformers itself reports these models' unused tensors
         return
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
-    # Tensors that transformers uses although they are not in its map of weights
+    # By architecture, tensors that transformers uses and does not list in its map of weights
     taken_aside = {"gpt2": ("output.weight",)}
     taken = {
         *get_gguf_hf_weights_map(model, processor),
@@ -41,13 +44,13 @@ def check_all_taken(model: Any, name: str) -> None:
         *taken_aside.get(header.architecture, ()),
     }
     taken |= {f"{each}.weight" for each in taken}  # transformers' names of experts' parameters lack this ending
-    # Endings of the names of tensors in old files that follow from the configuration
+    # Endings of names of tensors that old files contain although the configuration determines them
     computed = ("attn_rot_embd.weight", "rope_freqs.weight")
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]
     if left:
         raise ModelLoadError(
             f"cannot load {name!r}: transformers' {model.config.model_type} has no parameter for {len(left)} of the "
-            f"file's tensors, {left[0]} first, so the text would be another: give the folder that the file was made of"
+            f"file's tensors, {left[0]} first, which changes the text: give the folder that the file was made from"
         )
 
 

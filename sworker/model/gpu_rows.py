@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations on a GPU in one launch each, where torch makes two to ten.
+"""Norms, rotary embeddings and gated activations on a GPU, one kernel launch each instead of torch's two to ten.
 
 The model's code is not changed: single modules get another ``forward``. Each is first compared with the model's own on
 random rows, and not used if they differ by more than rounding. Without triton nothing is replaced.
@@ -30,7 +30,7 @@ class GpuRows:
     """Replaces modules' ``forward`` by GPU kernels, and can restore them."""
 
     def __init__(self, model: torch.nn.Module, anywhere: bool = False) -> None:
-        """Replace every known module whose kernel proves equal. ``anywhere``: also on a CPU (triton's interpreter)."""
+        """Replace every module that our kernel computes equally in a trial; with ``anywhere``, also on a CPU."""
         self.counts = {"norms": 0, "rotary embeddings": 0, "gated activations": 0}
         self._replaced: list[torch.nn.Module] = []
         self._proven: dict[tuple[object, ...], Any] = {}
@@ -54,7 +54,6 @@ class GpuRows:
         self._replaced.clear()
 
     def _replace(self, module: Any) -> None:
-        """Replace one module's ``forward``, if it is of a known kind and has none of its own yet."""
         if "forward" in vars(module):
             return
         kind: Any = type(module)
@@ -70,12 +69,11 @@ class GpuRows:
             self._attach("gated activations", module, _gated_forward(module) if proven else None)
 
     def _once(self, key: tuple[object, ...], prove: Callable[[], Any]) -> Any:
-        """Return the result of ``prove``, called once for each ``key``; None if it raises an error."""
         if key not in self._proven:
             try:
                 with torch.inference_mode():
                     self._proven[key] = prove()
-            except Exception as error:  # this module or this compiler does not suit the kernel
+            except Exception as error:  # the kernel does not fit this module or does not compile here
                 logger.info("%s is left as it is: %s", key[0], error)
                 self._proven[key] = None
         return self._proven[key]

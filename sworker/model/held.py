@@ -1,4 +1,4 @@
-"""The tensors in which a model's weights are in memory, packed or not: their bytes, bits per weight and digest."""
+"""The tensors that hold a model's weights in memory, packed or not: their bytes, bits per weight and digest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Return a SHA-256 of names, shapes and some numbers of every parameter, which identifies the checkpoint."""
+    """Return a SHA-256 that identifies the checkpoint: of the name, shape and some numbers of every parameter."""
     digest = hashlib.sha256()
     # How many numbers of each tensor enter the digest
     digest_numbers = 64
@@ -43,7 +43,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def files_digest(model: str, revision: str | None) -> str:
-    """Return a SHA-256 of some bytes of a checkpoint's files, for weights that only a format's package can read."""
+    """Return a SHA-256 of some bytes of each checkpoint file, for weights that only a format's package can read."""
     digest = hashlib.sha256()
     # Number of offsets at which a file is read, and number of bytes read at each offset
     num_places, num_bytes = 256, 64
@@ -63,7 +63,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def bits_of(model: torch.nn.Module) -> float:
-    """Return the average bits per weight of the model's layers, with scales; 0.0 if no weight is packed."""
+    """Return the average bits per weight of the packed layers, scales included; 0.0 if none is packed."""
     kept = [(name, each) for name, each in model.named_modules() if _holds_packed(each)]
     sizes = [num_weights(each) for _, each in kept]
     bytes_of = [sum(part.numel() * part.element_size() for _, part in _own_tensors(each)) for _, each in kept]

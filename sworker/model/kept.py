@@ -1,7 +1,7 @@
 """Layers that keep their weights packed, as a checkpoint has them, and unpack them whenever they compute.
 
-They need no package of the format's own and run on every device; a format's own kernels are faster. Such a linear layer
-has no attribute ``weight``: code that would read it fails instead of reading packed numbers as a weight.
+They need no other package and run on every device, but more slowly than a format's own kernels. Such a linear layer has
+no attribute ``weight``: code that would read it fails instead of reading packed numbers as a weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeptLinear(torch.nn.Module):
     """A linear layer that keeps its weight packed, and unpacks it in every forward."""
 
     def __init__(self, linear: torch.nn.Linear, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors``: only their shapes and dtypes are used, for buffers that loading fills later."""
+        """``tensors``: examples, of which only shapes and dtypes are used; loading fills the buffers later."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._layout = layout
@@ -51,13 +51,12 @@ class KeptLinear(torch.nn.Module):
         return self._layout.unpack(tensors | {"weight_shape": self._shape}, dtype)
 
     def extra_repr(self) -> str:
-        """Return the layer's sizes as ``nn.Linear`` prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
 @register_quantization_config(NAME)
 class KeptConfig(QuantizationConfigMixin):
-    """Names the layers that keep their weights packed, for transformers' loading."""
+    """A quantization configuration for transformers that says which layers keep their weights packed."""
 
     def __init__(self, packed: Packed, places: PackedPlaces) -> None:
         self.quant_method = NAME
@@ -68,13 +67,12 @@ class KeptConfig(QuantizationConfigMixin):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that can be written as JSON."""
         return {"quant_method": NAME}
 
 
 @register_quantizer(NAME)
 class KeptQuantizer(HfQuantizer):
-    """Replaces linear layers by ``KeptLinear`` before transformers loads their weights."""
+    """A quantizer for transformers that replaces linear layers by ``KeptLinear`` before weights are loaded."""
 
     requires_calibration = False
 
@@ -116,12 +114,12 @@ def kept_weights(packed: Packed, places: PackedPlaces) -> dict[str, Weight]:
 
 
 def places_in(packed: Packed, model: torch.nn.Module) -> PackedPlaces:
-    """Return the places in ``model`` of a checkpoint's packed weights."""
+    """Return where in ``model`` the packed weights of a checkpoint belong."""
     return places_of(packed.layouts, model)
 
 
 def why_not_kept(packed: Packed, places: PackedPlaces) -> str:
-    """Return the reason why the model cannot keep a checkpoint's weights packed; "" if it can."""
+    """Return why the model cannot keep a checkpoint's weights packed; "" if it can."""
     for parameters in places.experts.values():
         for parts in parameters.values():
             for names in parts:
@@ -132,7 +130,10 @@ def why_not_kept(packed: Packed, places: PackedPlaces) -> str:
 
 
 def _parts(packed: Packed, module: Any, own: str, parts: list[list[str]]) -> list[ExpertPart]:
-    """Register buffers without memory for the packed tensors of parameter ``own``; return its projections."""
+    """Replace parameter ``own`` by empty buffers for its packed tensors; return the projections that it joins.
+
+    ``parts``: for each projection, the names of its packed weights.
+    """
     made = []
     _, rows, columns = module._parameters[own].shape
     for number, names in enumerate(parts):
@@ -146,7 +147,6 @@ def _parts(packed: Packed, module: Any, own: str, parts: list[list[str]]) -> lis
 
 
 def _stacked(packed: Packed, names: list[str], leaf: str) -> torch.Tensor:
-    """Return one packed tensor of all experts, [experts, …]."""
     places = [packed.layouts[name].names[leaf] for name in names]
     if len(places) == 1:
         return packed.copied(places[0])
@@ -154,10 +154,8 @@ def _stacked(packed: Packed, names: list[str], leaf: str) -> torch.Tensor:
 
 
 def _prefix(own: str, number: int) -> str:
-    """Return the prefix of the buffers with part ``number`` of the experts' parameter ``own``."""
     return f"{PREFIX}{own}_{number}_"
 
 
 def _leaves(layout: Layout) -> dict[str, str]:
-    """Return the names of a packed weight's tensors that its layer keeps: all but ``weight_shape``."""
     return {leaf: name for leaf, name in layout.names.items() if leaf != "weight_shape"}

@@ -42,7 +42,7 @@ class ExpertPart:
                 yield name.removeprefix(self._prefix), tensor
 
     def _together(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """Unpack all experts as one weight, which has the outputs of all experts."""
+        """Unpack all experts in one call, as a single weight that has the outputs of all."""
         axis = self._layout.axis or 0
         long = {leaf: each.movedim(0, axis).flatten(axis, axis + 1) if each.ndim > 1 else each
                 for leaf, each in tensors.items()}  # fmt: skip
@@ -52,15 +52,15 @@ class ExpertPart:
 
 
 class KeptExperts:
-    """The packed weights of an experts' module, and the forward that unpacks them."""
+    """Replaces the forward of an experts' module by one that unpacks the module's packed weights."""
 
     def __init__(self, module: Any, parts: Mapping[str, list[ExpertPart]]) -> None:
-        """``parts``: for each parameter that is packed, its parts, which follow each other along the outputs."""
+        """``parts``: for each packed parameter, its projections, which lie side by side along the outputs."""
         self._module, self._parts = module, parts
         self._shapes = [torch.empty_like(each, device="meta") for each in module.parameters()]
         for name in parts:
             del module._parameters[name]
-        module._is_hf_initialized = True  # else transformers would initialize the removed parameters
+        module._is_hf_initialized = True  # so that transformers does not initialize the removed parameters
         module.__dict__["kept_experts"] = self
         module.__dict__["forward"] = self.forward
 
@@ -83,7 +83,7 @@ class KeptExperts:
 
 
 class SomeExperts:
-    """Some experts of a module, with their weights unpacked for one forward; other attributes are the module's."""
+    """A view of an experts' module for one forward: chosen experts with unpacked weights, all else the module's."""
 
     def __init__(
         self,
@@ -93,17 +93,17 @@ class SomeExperts:
         chosen: torch.Tensor | None,
         shapes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``chosen``: ascending indices of experts; None for all. ``shapes``: what :meth:`parameters` returns."""
+        """``chosen``: ascending indices of experts; None for all. ``shapes``: what :meth:`parameters` yields."""
         self._module, self._dtype, self._chosen, self._parts = module, dtype, chosen, parts
         self._shapes = shapes
         self.num_experts = module.num_experts if chosen is None else len(chosen)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Return tensors without memory, in the shapes of the parameters before they were packed."""
+        """Return tensors without memory, in the shapes that the parameters had before they were packed."""
         return iter(self._shapes)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a weight unpacked, a bias of the chosen experts, or the module's own attribute."""
+        """Return an unpacked weight, a bias of the chosen experts, or another attribute of the module."""
         if name in self._parts:
             found = [part.unpacked(self._dtype, self._chosen) for part in self._parts[name]]
             return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -112,5 +112,5 @@ class SomeExperts:
 
 
 def keeps_experts(module: Any) -> bool:
-    """Return whether ``module`` has experts whose weights transformers' grouped products take."""
+    """Return whether ``module`` holds experts in stacked parameters, as transformers' grouped products take them."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "num_experts")

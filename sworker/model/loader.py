@@ -57,7 +57,10 @@ joined: 1.8 times the weights, measured with FP8.
 
 
 def load_hf_config(config: EngineConfig) -> Any:
-    """Return the model's configuration with ``hf_overrides``. Raise ModelLoadError or UnsupportedModelError."""
+    """Return the model's configuration with ``hf_overrides`` applied.
+
+    Raise ModelLoadError or UnsupportedModelError.
+    """
     check_no_adapter(Path(config.model))
     with one_clear_error(config.model):
         name, named = weights_place(config.model)
@@ -79,7 +82,7 @@ def auto_class(model_type: str) -> Any:
 def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     """Return the whole model in evaluation mode, in ``config.dtype`` (auto: the checkpoint's own).
 
-    It stays on the device where it was loaded; call ``place_model`` next.
+    Its weights stay on the device that loaded them; call ``place_model`` next.
     """
     device = resolve_device(config.device)
     adapt = _register(hf_config)
@@ -125,7 +128,7 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
 def _ready(
     config: EngineConfig, model: Any, adapt: Callable[[torch.nn.Module], None], device: torch.device
 ) -> torch.nn.Module:
-    """Return the loaded ``model`` with adapters merged and attention adapted, in evaluation mode."""
+    """Merge the adapter and adapt attention, recurrences and experts of a loaded ``model``; return it, ready to run."""
     model = packing.unpacked(model)
     check_not_adapted(model)
     if config.lora:
@@ -141,7 +144,7 @@ def _ready(
 def _weights_source(
     config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, str | None, dict[str, Any], packing.Packing]:
-    """Return (class to call ``from_pretrained`` on, positional argument, named arguments, the weights' form)."""
+    """Return (class whose ``from_pretrained`` loads the model, positional argument, named arguments, weights' form)."""
     name, named = weights_place(config.model)
     loads = auto_class(hf_config.model_type)
     remote = {"trust_remote_code": config.trust_remote_code}
@@ -151,18 +154,18 @@ def _weights_source(
     form = packing.choose(config, hf_config, device)
     skeleton = partial(packing.skeleton, loads, hf_config, remote)
     form, named, kind = packing.arguments(config, hf_config, form, dtype, device, skeleton)
-    if kind:  # transformers' automatic classes load weights from files only
+    if kind:  # transformers' automatic classes take no tensors as weights
         return kind, None, named, form
     return loads, name, named | remote | {"revision": config.revision}, form
 
 
 def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, rank: AnyRank | None) -> torch.nn.Module:
-    """Return ``model``, or its part for ``rank`` of tensor parallelism, on ``config.device``."""
-    with one_clear_error(config.model):  # the device may be too small
+    """Move ``model`` to ``config.device`` and return it; with ``rank``, keep only this rank's part of its weights."""
+    with one_clear_error(config.model):  # the device may have too little memory
         if rank:
             optional("sharding").shard(model, hf_config, rank)
         device = resolve_device(config.device)
-        # A model for the CPU is there already, and to() would unpack its packed weights
+        # Weights for the CPU are there already; to() would unpack packed weights
         return model if device.type == "cpu" else model.to(device)
 
 
@@ -179,7 +182,7 @@ def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of ``name``: "auto" is a usable GPU, else the CPU. Raise ConfigError for "cuda" without one."""
+    """Return the device of this name; "auto" is a usable GPU, else the CPU. Raise ConfigError if "cuda" has no GPU."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(f"device: 'cuda' was asked for, and torch {torch.__version__} finds no GPU it can use")
@@ -187,7 +190,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def multiplies_int8(config: EngineConfig) -> bool:
-    """Return whether linear layers multiply integers: ``int8`` on the CPU. On a GPU torchao packs weights."""
+    """Return whether linear layers multiply integers: for ``int8`` on the CPU. On a GPU, torchao computes int8."""
     return config.quantization == "int8" and resolve_device(config.device).type == "cpu"
 
 
@@ -197,7 +200,7 @@ def device_name(config: EngineConfig) -> str:
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """Return the dtype of ``name``: "auto" is the checkpoint's, or float32 if it names none."""
+    """Return the dtype of this name; "auto" is the checkpoint's dtype, or float32 if the checkpoint names none."""
     if name != "auto":
         return TORCH_DTYPE[name]
     dtype = getattr(hf_config, "dtype", None) or torch.float32
@@ -205,7 +208,7 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
 
 
 def max_position_embeddings(hf_config: Any) -> int:
-    """Return the longest sequence the model was made for, in tokens."""
+    """Return the longest sequence that the configuration names, in tokens."""
     text_config = hf_config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"):
         if (getattr(text_config, name, None) or 0) > 0:
@@ -214,7 +217,7 @@ def max_position_embeddings(hf_config: Any) -> int:
 
 
 def most_positions(hf_config: Any) -> int:
-    """Return the longest sequence that a user may ask for, in tokens. A rotary scaling may extend it."""
+    """Return the longest sequence that a user may ask for, in tokens: also what a rotary scaling adds."""
     return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
 
 
@@ -224,7 +227,10 @@ def num_layers(config: EngineConfig) -> int:
 
 
 def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
-    """Set known configuration keys. Lists per layer are cut, or repeated, to the new ``num_hidden_layers``."""
+    """Set the configuration keys ``overrides``. Lists per layer are cut or repeated to ``num_hidden_layers``.
+
+    Raise ModelLoadError for unknown keys.
+    """
     # Keys of rotary embeddings, which transformers keeps in one attribute
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     for name, value in overrides.items():
@@ -238,7 +244,7 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # absent if the class computes them
+    layer_types = vars(text_config).get("layer_types")  # absent if the configuration's class computes the layer types
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
@@ -246,7 +252,10 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _refusing_strangers(hf_config: Any) -> Iterator[None]:
-    """Raise UnsupportedModelError if a model's own table of attention classes lacks our attention's name."""
+    """Within the context, raise UnsupportedModelError if a model does not find our attention by its name.
+
+    Such a model looks the name up in a table of its own.
+    """
     try:
         yield
     except KeyError as error:
@@ -257,7 +266,6 @@ def _refusing_strangers(hf_config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and advice."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -40,13 +40,13 @@ def merged(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     _give_biases(wrapped)
     whole: torch.nn.Module = wrapped.merge_and_unload(safe_merge=True)
     for module in whole.modules():
-        if isinstance(module, torch.nn.Linear):  # peft swaps the two sizes of a saved LM head, as for an embedding
+        if isinstance(module, torch.nn.Linear):  # peft saves an LM head with its sizes swapped, like an embedding
             module.out_features, module.in_features = module.weight.shape
     return whole
 
 
 def _give_biases(wrapped: torch.nn.Module) -> None:
-    """Give a zero bias to each layer that has no bias and to which the adapter adds one (``lora_bias``)."""
+    """Give each layer without a bias a zero bias if the adapter trains one for it (``lora_bias``)."""
     for module in wrapped.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, torch.nn.Linear) and base.bias is None and any(getattr(module, "lora_bias", {}).values()):
@@ -54,9 +54,9 @@ def _give_biases(wrapped: torch.nn.Module) -> None:
 
 
 def _part_shared(wrapped: Any) -> None:
-    """Give an adapted layer its own weight if the base model shares the weight with another layer (tied embeddings).
+    """Give an adapted layer its own copy of a weight that it shares with another layer (tied embeddings).
 
-    Unmerged, an adapter of the head leaves the embedding unchanged. Merged into a shared weight, it would change both.
+    Merged into a shared weight, an adapter of the LM head would also change the embedding.
     """
     owners = Counter(id(weight) for _, weight in wrapped.named_parameters(remove_duplicate=False))
     for module in wrapped.modules():
@@ -68,7 +68,7 @@ def _part_shared(wrapped: Any) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Check an adapter's ``folder`` as far as possible without importing peft; raise ModelLoadError."""
+    """Raise ModelLoadError for an adapter that cannot be merged, as far as its ``folder`` shows without peft."""
     if not (folder / ADAPTER_FILE).is_file():
         raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {ADAPTER_FILE}, as peft saves adapters")
     if not (folder / "adapter_model.safetensors").is_file():
@@ -80,7 +80,7 @@ def _check(folder: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ModelLoadError(f"lora_modules: {str(folder)!r} holds an adapter of type {kind!r}, not LORA")
-    # Settings of adapters with features that cannot be merged into weights
+    # Settings of adapters that cannot be merged into weights, each with the reason
     not_merged = {
         "alora_invocation_tokens": "it counts only after these tokens, and is merged for all: give an adapter without",
         "layer_replication": "it computes layers twice, whose keys and values need caches of their own: save the whole "

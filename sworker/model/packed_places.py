@@ -29,7 +29,7 @@ Parts = list[list[str]]
 
 @dataclass
 class PackedPlaces:
-    """The places of packed weights in a model. ``reason``: why some weight has none; "" if all have."""
+    """The modules to which packed weights belong. ``reason``: why some weight belongs to none; "" if each has one."""
 
     linears: dict[str, str] = field(default_factory=dict)
     """The name of the packed weight of each linear layer, by the layer's name."""
@@ -41,7 +41,7 @@ class PackedPlaces:
 
 
 class Finder:
-    """Applies transformers' rules for names to the names of packed weights."""
+    """Finds the modules of packed weights by transformers' rules for renaming and joining tensors."""
 
     def __init__(self, model: Any) -> None:
         rules = get_model_conversion_mapping(model)
@@ -53,7 +53,7 @@ class Finder:
         self.found = PackedPlaces()
 
     def add(self, name: str) -> bool:
-        """Find the place of the packed weight ``name``; return False if it has none."""
+        """Record the module to which the packed weight ``name`` belongs; return False if none can keep it packed."""
         target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self._known)
         if target not in self._known and name in self._known:
             target, pattern = name, None
@@ -71,7 +71,7 @@ class Finder:
         return place >= 0
 
     def _place(self, pattern: str | None) -> int:
-        """Return which projection (from 0) ``pattern`` names; -1 if transformers does more than stack and join."""
+        """Return the projection that ``pattern`` fills, from 0; -1 if transformers does more than stack and join."""
         if pattern is None:
             return 0
         rule = self._by_pattern[pattern]
@@ -80,7 +80,7 @@ class Finder:
         return list(rule.source_patterns).index(pattern) if stacks and len(rule.target_patterns) == 1 else -1
 
     def incomplete(self) -> str:
-        """Return the name of a parameter that is not packed for every expert; "" if there is none."""
+        """Return the name of a parameter whose experts are not all packed; "" if there is none."""
         for owner, parameters in self.found.experts.items():
             module: Any = self._modules[owner]
             for own, parts in parameters.items():
@@ -91,7 +91,7 @@ class Finder:
 
 
 def places_of(names: Iterable[str], model: Any) -> PackedPlaces:
-    """Return the places in ``model`` of the packed weights ``names``."""
+    """Return the modules of ``model`` to which the packed weights ``names`` belong."""
     finder = Finder(model)
     for name in sorted(names, key=dot_natural_key):
         if not finder.add(name):

@@ -1,4 +1,4 @@
-"""A stand-in for the weight of a linear layer that keeps only packed weights and frees the original."""
+"""A parameter that stands in for a linear layer's weight once only the packed weight is in memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ IS_FALSE = {getattr(torch.Tensor, name).__get__ for name in ("is_meta", "is_cuda
 class PackedWeight(torch.nn.Parameter):
     """A parameter on the CPU with shape and dtype but without memory. Reading its values unpacks them.
 
-    So model code that uses a layer's weight directly stays right, but is slow: each use unpacks the weight.
+    Model code that uses a layer's weight directly thus stays correct, but is slow: each use unpacks the weight.
     """
 
     _unpack: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
-        """Return a stand-in for ``weight``. ``unpack`` returns its values, equal bit by bit."""
+        """Return a stand-in for ``weight``. ``unpack`` returns the same values, bit by bit."""
         packed: PackedWeight = torch.Tensor._make_subclass(
             cls, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), False
         )
@@ -45,7 +45,7 @@ class PackedWeight(torch.nn.Parameter):
         return packed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return an ordinary parameter with a copy of the unpacked values."""
+        """Return an ordinary parameter that holds the unpacked values."""
         return torch.nn.Parameter(self._unpack(), requires_grad=False)
 
     @classmethod
@@ -56,7 +56,7 @@ class PackedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Handle every use of the parameter, before torch reads its memory."""
+        """Unpack the parameter for ``func``, unless that only asks for its shape, dtype or the like."""
         device = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
         with torch._C.DisableTorchFunctionSubclass():
             if func == device:
@@ -70,7 +70,6 @@ class PackedWeight(torch.nn.Parameter):
 
 
 def _unpacked(value: Any) -> Any:
-    """Return ``value`` with every packed weight in it unpacked."""
     if isinstance(value, PackedWeight):
         return value._unpack()
     if isinstance(value, list | tuple):
@@ -79,15 +78,15 @@ def _unpacked(value: Any) -> Any:
 
 
 class FileMaps:
-    """The mappings of ordinary files in this process at construction, through which safetensors maps checkpoints.
+    """The files mapped into this process at construction, as safetensors maps checkpoints.
 
-    A mapped file stays as long as one of its tensors. Pages that were read count as this process's memory until they
-    are given back. They stay in the page cache, so nothing is lost. Rings of io_uring and devices count as no files:
-    a page of theirs that was given back raises SIGBUS at its next use.
+    A mapping lives as long as any of its tensors. Its pages, once read, count as this process's memory. Giving pages
+    back lowers that count, and loses nothing: they stay in the page cache. Mappings of devices and of io_uring are left
+    out, since using their pages after giving them back raises SIGBUS.
     """
 
     def __init__(self, unwritten: bool = False) -> None:
-        """``unwritten``: only the mappings of which this process has written no page, so that all can be read again."""
+        """``unwritten``: record only mappings that this process has not written to; their pages can be read again."""
         self._ranges: list[tuple[int, int]] = []
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
@@ -105,7 +104,8 @@ class FileMaps:
     def let_go(self, tensor: torch.Tensor) -> bool:
         """Give back the whole pages of ``tensor``; return False if no file backs them.
 
-        Written pages of a private mapping are lost. So the tensor is never read again, or was never written.
+        Pages written since they were mapped lose their content: call this only if none was, or if nobody reads them
+        again.
         """
         start, within = tensor.data_ptr(), self._range_of(tensor)
         end = start + tensor.numel() * tensor.element_size()
@@ -113,20 +113,19 @@ class FileMaps:
         return is_mapped and _give_back(start, end)
 
     def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give back all pages of each mapping with one of ``tensors``. These mappings must be unwritten."""
+        """Give back all pages of each mapping that holds one of ``tensors``; no page of it may have been written."""
         mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
         for start, end in filter(None, mapped):
             _give_back(start, end)
 
     def _range_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the mapping in which ``tensor`` begins; None if it begins in none."""
         start = tensor.data_ptr()
         index = bisect.bisect_right(self._ranges, (start, 1 << 64)) - 1
         return self._ranges[index] if index >= 0 and start < self._ranges[index][1] else None
 
 
 def _give_back(start: int, end: int) -> bool:
-    """Tell the system that the whole pages from ``start`` to ``end`` may be read from their file again."""
+    """Let the system take back the whole pages between ``start`` and ``end``; later reads load them from the file."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,8 +1,8 @@
-"""Decides whether a checkpoint's weights stay packed, how, and says why.
+"""Decides whether a checkpoint's weights stay packed and which code unpacks them, and reports the reason.
 
 On a GPU they stay packed if transformers has a quantizer for the format, or if our layers can unpack them in each
-forward (`kept.py`). On the CPU, products of plain weights are faster, so weights are unpacked unless
-``--quantization`` names the format.
+forward (`kept.py`). On the CPU, products of plain weights are faster, so weights are unpacked unless ``--quantization``
+names the format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ How = Literal["plain", "theirs", "ours", "unpacked"]
 
 @dataclass(frozen=True)
 class Packing:
-    """The form of a checkpoint's weights and the reason for it."""
+    """The form in which a checkpoint's weights are kept in memory, and the reason."""
 
     how: How
     method: str = ""
@@ -44,7 +44,7 @@ class Packing:
 
 
 def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packing:
-    """Return the form in which the weights of ``config``'s model are loaded. Raise ConfigError if none is possible."""
+    """Return the form in which to keep the weights of ``config``'s model. Raise ConfigError if none is possible."""
     settings = checkpoints.quantization(hf_config)
     method = str(settings.get("quant_method", ""))
     on_gpu = device.type == "cuda"
@@ -68,7 +68,7 @@ def choose(config: EngineConfig, hf_config: Any, device: torch.device) -> Packin
 
 
 def check_asked(config: EngineConfig, method: str, on_gpu: bool) -> None:
-    """Raise ConfigError if ``--quantization`` asks for a form that this checkpoint or device does not support."""
+    """Raise ConfigError if ``--quantization`` names a form that this checkpoint or device does not support."""
     asked = config.quantization
     if asked in (None, "unpack"):
         return
@@ -115,7 +115,7 @@ def _packs_experts(method: str, hf_config: Any) -> str:
 
 
 def fetch_kernels(method: str, device: torch.device) -> None:
-    """Fetch the kernels that transformers would fetch for ``method``, so that loading does not fail later."""
+    """Fetch the kernels that transformers needs for ``method``, so that a failure shows before loading."""
     if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
         raise FileNotFoundError("finegrained-fp8")
     if method == "mxfp4":
@@ -123,11 +123,11 @@ def fetch_kernels(method: str, device: torch.device) -> None:
 
 
 def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
-    """Return why transformers' quantizer does not keep these weights packed on ``device``; "" if it does."""
+    """Return why transformers' quantizer cannot keep these weights packed on ``device``; "" if it can."""
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
-    # Packages without which a format's quantizer unpacks weights, or fails in the first forward
+    # Packages that a format's quantizer needs to keep weights packed and to compute with them
     needs = {"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")}
     needs |= {"fp8": ("kernels", "triton"), "mxfp4": ("kernels", "triton")}
     needed = ("accelerate", *needs.get(method, ()))
@@ -135,12 +135,12 @@ def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
         return f"its kernels need {' and '.join(absent)}: pip install {' '.join(absent)}"
     try:
         fetch_kernels(method, device)
-    except Exception as error:  # whatever the hub's client raises on this host
+    except Exception as error:  # the hub's client may raise anything without a network
         return f"transformers cannot fetch its kernels from the hub ({type(error).__name__})"
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device})
-    except Exception as error:  # a package that is missing, too old, or does not know this device
+    except Exception as error:  # a package is missing, too old, or does not support this device
         return " ".join(str(error).split())[:160] or type(error).__name__
     if getattr(quantizer.quantization_config, "dequantize", False):
         return f"transformers has no {method} kernels for this device"
@@ -155,9 +155,10 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return (the final form of the weights, arguments for ``from_pretrained``, the class that has this method).
+    """Return (the weights' final form, arguments for ``from_pretrained``, the model class whose method to call).
 
-    ``skeleton``: makes the model without memory. The class is None if transformers' automatic class loads the model.
+    The form may change to unpacked if the model cannot keep its weights packed. ``skeleton``: makes the model without
+    memory. The class is None if transformers' automatic class loads the model.
     """
     if packing.how == "theirs":
         return packing, {"device_map": {"": device}}, None
@@ -195,7 +196,7 @@ def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.M
 
 
 def unpacked(model: Any) -> Any:
-    """Return ``model`` as a plain one that can be moved and saved, without its packing information."""
+    """Remove from ``model`` transformers' notes that it was quantized, so that it can be moved and saved; return it."""
     if getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer = None
         model.is_quantized = False
@@ -205,7 +206,7 @@ def unpacked(model: Any) -> Any:
 
 
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
-    """Log as a warning, so that users see it, that weights stay packed, with their bytes and the reason."""
+    """Log that weights stay packed, with their bytes and the reason; as a warning, so that users see it."""
     logger.warning(
         "%s: weights in %s stay packed, %.4g GB: %s", name, packing.method, weight_bytes(model) / 1e9, packing.why
     )
@@ -246,8 +247,9 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 
 def is_quantized(name: str, module: Any) -> bool:
-    """Return whether ``--quantization`` on a GPU quantizes the layer ``module`` with this name."""
+    """Return whether ``--quantization`` on a GPU quantizes layer ``module``, called ``name`` in the model."""
     # Parts of the names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers
-    # whose weights R-workers use
+    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers whose
+    # weights R-workers multiply with
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)

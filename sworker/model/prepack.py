@@ -1,7 +1,7 @@
 """Linear layers with weights packed once, where torch would pack them at every call (CPU only).
 
 The model's code is not changed. Each ``nn.Linear`` gets its own ``forward``, and layers that read the same rows (q, k
-and v) share one product. Packed weights are not kept twice: see :class:`PackedWeight`.
+and v) share one product. The original weights are freed: see :class:`PackedWeight`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PackedLinears:
     """The packed linear layers of a model; they can be unpacked again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Pack every plain ``nn.Linear`` on the CPU whose product proves equal; no effect on other devices."""
+        """Pack every plain ``nn.Linear`` on the CPU whose packed product equals torch's, and none on other devices."""
         self.num_layers = 0
         self.num_shared = 0
         self._undo: list[Callable[[], None]] = []
@@ -61,9 +61,9 @@ class PackedLinears:
         self.num_shared += len(linears) if len(linears) > 1 else 0
 
     def _proves_equal(self, product: SharedProduct, linears: list[torch.nn.Linear]) -> bool:
-        """Return whether ``product`` equals torch's own product for ``linears``.
+        """Return whether ``product`` gives torch's own results for ``linears``.
 
-        It is tested once per shape and dtype, which determine the rounding.
+        The result is reused for layers of the same shapes and dtype, since these determine the rounding.
         """
         first = linears[0]
         key = (first.weight.dtype, first.in_features, *(linear.out_features for linear in linears))
@@ -78,7 +78,7 @@ class PackedLinears:
         return self._proofs[key]
 
     def _release(self, linear: torch.nn.Linear, product: SharedProduct, index: int) -> None:
-        """Replace the weight of ``linear`` by a ``PackedWeight``, and free its memory."""
+        """Replace the weight of ``linear``, number ``index`` in ``product``, by a ``PackedWeight``; free its memory."""
         weight = linear.weight
         linear.weight = PackedWeight.of(weight, lambda: product.weight(index))
         self._maps.let_go(weight)
@@ -90,16 +90,16 @@ class PackedLinears:
 
 
 class SharedProduct:
-    """One packed product for layers that read the same rows. The first layer called computes it for all layers."""
+    """One packed product for layers that read the same rows. The layer that is called first computes it for all."""
 
     def __init__(self, linears: list[torch.nn.Linear]) -> None:
-        """Pack in the layers' dtype, or in float32 if that is the CPU's only fast product."""
+        """Pack the weights in the layers' dtype, or in float32 if this CPU multiplies no other dtype fast."""
         self._own_dtype = linears[0].weight.dtype
         self._dtype = self._own_dtype if has_fast_products(self._own_dtype) else torch.float32
         self._widths = [linear.out_features for linear in linears]
         weights = [linear.weight.data for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        # The packed layout is best for this number of rows. With other numbers, products are at most 3 per cent slower.
+        # Number of rows for which the layout is best; for others, products are at most 3 per cent slower
         rows_hint = 64
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), rows_hint)
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
@@ -108,10 +108,7 @@ class SharedProduct:
         self._parts: dict[int, torch.Tensor] = {}
 
     def forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return layer ``index``'s function from [..., in_features] to [..., out_features].
-
-        The result has the dtype of the input.
-        """
+        """Return layer ``index``'s forward: [..., in_features] to [..., out_features], in the dtype of the input."""
         return self._compute if len(self._widths) == 1 else lambda rows: self._part(index, rows)
 
     def weight(self, index: int) -> torch.Tensor:
@@ -120,7 +117,7 @@ class SharedProduct:
         return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
 
     def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the product's columns for layer ``index``, a view. Each part is returned once."""
+        """Return layer ``index``'s columns of the product, as a view; drop the product when all layers have theirs."""
         if rows is not self._rows or index not in self._parts:
             self._rows, self._parts = rows, dict(enumerate(self._compute(rows).split(self._widths, -1)))
         part = self._parts.pop(index)
@@ -159,15 +156,15 @@ def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _first_outputs(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    """Return torch's own product, [rows, at most PROOF_OUTPUTS]."""
     bias = None if linear.bias is None else linear.bias[:PROOF_OUTPUTS]
     return F.linear(rows, linear.weight[:PROOF_OUTPUTS], bias)
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Yield every plain ``nn.Linear`` on the CPU, grouped with those that read the same rows."""
+    """Yield every plain ``nn.Linear`` on the CPU, in lists of layers that read the same rows."""
     seen: set[int] = set()
-    # Names of sibling layers that read the same rows. Gate and up gain nothing, since both are wide already.
+    # Names of sibling layers that read the same rows. MLPs are not listed: gate and up are wide enough to be fast
+    # alone.
     shared_inputs = (("q_proj", "k_proj", "v_proj"),)
     for module in model.modules():
         children = dict(module.named_children())
@@ -197,7 +194,7 @@ def _can_share(linears: list[torch.nn.Module]) -> bool:
 
 @functools.cache
 def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
-    """Return whether ``kind`` computes what ``nn.Linear`` does; a subclass may do something else."""
+    """Return whether class ``kind`` computes what ``nn.Linear`` does, according to a trial."""
     if kind is torch.nn.Linear:
         return True
     rows, weight, bias = (torch.randn(shape, generator=torch.Generator()) for shape in ((3, 8), (5, 8), (5,)))
@@ -206,5 +203,5 @@ def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
         layer.weight.data, layer.bias.data = weight, bias
         with torch.inference_mode():
             return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
-    except Exception:  # the class has another constructor
+    except Exception:  # the class takes other arguments
         return False

@@ -17,10 +17,10 @@ from fastdecode.sworker.run.prompts import Sight
 
 
 class Recorder:
-    """Answers attention calls with values, and records shapes and scoring rules."""
+    """Takes the place of attention in a probe's forward: returns values, and records each call's shapes and rule."""
 
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
-        """``masks``: the forward's masks. ``sights``: by mask, the tokens that a query sees; None if unknown."""
+        """``masks``: records the forward's mask requests. ``sights``: the rule of each mask, None if unknown."""
         self.hf_config = hf_config
         self.layers: dict[int, Layer] = {}
         self._indexes: dict[int, Layer] = {}
@@ -48,7 +48,7 @@ class Recorder:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Record the call of a layer or of an index.
+        """Record the call of a layer or of an index; return a tensor in place of o.
 
         Shapes are those of :func:`fastdecode.sworker.run.pipeline.attend`.
         """
@@ -74,18 +74,17 @@ class Recorder:
         return calls.answer(module, query, key, value)
 
     def _note(self, number: int, module: Any, calls: Calls, layer: Layer) -> None:
-        """Record ``layer`` as layer ``number``, or, if it is an index, as the index of that layer."""
         (self._indexes if layer.ranks_tokens else self.layers)[number] = layer
         self.num_calls += not layer.ranks_tokens
         if weights := calls.weights(module):
             self._weights[number] = weights
 
     def in_order(self) -> tuple[Layer, ...]:
-        """Return the recorded layers in the order of calls; an index comes before the layers that use its picks."""
+        """Return the recorded layers in the order of their calls; an index comes before the layers that use it."""
         return tuple(layer for _, layer in self._numbered())
 
     def weights(self) -> dict[int, Weights]:
-        """Return functions that make the weights for R-workers, by layer number."""
+        """Return, by layer number, the functions that make the weights with which R-workers multiply."""
         places = {number: place for place, (number, layer) in enumerate(self._numbered()) if not layer.ranks_tokens}
         return {places[number]: weights for number, weights in self._weights.items()}
 
@@ -104,14 +103,11 @@ class Recorder:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
         **__: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return each query head's values, [1, T, num_heads, value_head_dim].
-
-        For a recurrent layer, return its first channels.
-        """
+        """Return a tensor in place of o, of the shape that the module expects, without recording the call."""
         return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:
-        """Return which tokens ``mask`` shows to a query; a window in the call's arguments does not matter."""
+        """Return the rule of ``mask``: which tokens a query sees. Refuse a model whose mask has no known rule."""
         number = self._masks.find(mask)
         if number is None:
             refuse(self.hf_config, "adds a mask or bias of its own to the scores (ALiBi, dynamic masks)", OTHER_MASK)
@@ -127,7 +123,7 @@ class Recorder:
             refuse(self.hf_config, "attends in both directions", "attention that is causal")
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             refuse(self.hf_config, "does not hand over one key and value per token")
-        # Names of arguments of attention calls that do not change o
+        # Arguments of attention calls that do not change o
         harmless = frozenset(
             [
                 "dropout",

@@ -42,12 +42,12 @@ The modeling code tells whether such a state is supported.
 
 
 def has_state_types(hf_config: Any) -> bool:
-    """Return whether some layers keep a state per sequence."""
+    """Return whether the configuration lists layers that keep a state per sequence."""
     return not STATE_TYPES.isdisjoint(getattr(hf_config.get_text_config(), "layer_types", None) or ())
 
 
 def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
-    """Raise UnsupportedModelError with the reason, what support would take (``needs``), and what to do instead."""
+    """Raise UnsupportedModelError: the model ``what_it_does``, so it is not supported; support would take ``needs``."""
     taking = f" (it would take {needs})" if needs else ""
     raise UnsupportedModelError(
         f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
@@ -56,7 +56,7 @@ def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
 
 
 def check_config(hf_config: Any) -> None:
-    """Refuse models that would give wrong results although the probe finds all attention calls."""
+    """Refuse models that the probe would accept although FastDecode computes them wrongly."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
@@ -67,7 +67,7 @@ def check_config(hf_config: Any) -> None:
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
     check_named(text_config)
-    # Kinds of layers that are supported unless the probe refuses them; some of them cache nothing
+    # Types of layers that pass this check; the probe may still refuse them
     attending = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
     known = {*attending, "indexed_attention", "minimax_m3_sparse", "moe", "mlp"}
     unknown = set(getattr(text_config, "layer_types", None) or ()) - known - STATE_TYPES
@@ -86,7 +86,7 @@ def _check_mpt(hf_config: Any) -> None:
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:
-    """Refuse rotary embeddings whose frequencies depend on the longest position of the batch."""
+    """Refuse rotary embeddings whose frequencies depend on the longest sequence in the batch."""
     text_config = hf_config.get_text_config()
     for rope in rope_settings(text_config):
         kind = rope.get("rope_type", "default")
@@ -104,7 +104,7 @@ def check_rope(hf_config: Any, max_model_len: int) -> None:
 
 @contextlib.contextmanager
 def one_clear_error(model: str) -> Iterator[None]:
-    """Turn any error of loading into one line that names the model."""
+    """Within the context, turn any error into a ModelLoadError of one line that names the model."""
     try:
         yield
     except (ModelLoadError, UnsupportedModelError, ConfigError):
@@ -134,6 +134,6 @@ def _reason(model: str, error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first line of an error, with the second if the first only announces it."""
+    """Return the first line of an error, and the second one if the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])

@@ -33,7 +33,7 @@ def model_shape(config: EngineConfig, hf_config: Any = None) -> ModelShape:
 
 
 def loaded_shape(config: EngineConfig, hf_config: Any, model: torch.nn.Module) -> ModelShape:
-    """Return the sizes of the loaded ``model``, with the bits per weight that it has in memory."""
+    """Return the sizes of the loaded ``model``, with the bits per weight that its weights take in memory."""
     shape = model_shape(config, hf_config).absorbing(config.latent_absorption == "r")
     if not shape.multiplies_int8:
         shape = replace(shape, weight_bits=bits_of(model))
@@ -41,7 +41,7 @@ def loaded_shape(config: EngineConfig, hf_config: Any, model: torch.nn.Module) -
 
 
 def planned_bits(config: EngineConfig, hf_config: Any, device: torch.device) -> float:
-    """Return the bits per weight in the layers of ``config``'s model; 0.0 if weights are not quantized or packed."""
+    """Return the bits per weight that the layers of ``config``'s model will have; 0.0 if they stay plain."""
     if config.quantization == "int8":
         return 8.0 if device.type == "cpu" else FORMATS["int8"]
     if config.quantization == "int4":

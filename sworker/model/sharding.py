@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank has a part of every layer's heads and columns, by transformers' plan.
+"""Tensor parallelism: each rank has its part of every layer's heads and columns, by transformers' plan (``tp_plan``).
 
-The plan is transformers' (``tp_plan``). This module cuts plain tensors, since `prepack.py` may pack layers later and
-replace their ``forward``. Hooks around ``forward`` exchange data with the other ranks. The embedding is whole on every
-rank: look-ups take no time, but adding ranks' parts would.
+This module cuts plain tensors, since `prepack.py` may pack layers later and replace their ``forward``. Hooks around
+``forward`` exchange data with the other ranks. Every rank has the whole embedding: to look rows up takes no time, but
+to add up partial rows of all ranks would.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 class Rank:
     """This process's rank among ``size`` ranks, with its collective operations.
 
-    ``layers``: the process group for tensors of layers. ``near``: shared memory that replaces the group if all ranks
-    compute on one machine's cores.
+    ``layers``: torch's process group for the tensors of layers. ``near``: shared memory, used instead of the group if
+    all ranks compute on the CPU of one machine.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Rank:
     near: SharedExchange | None = None
 
     def cut(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a copy of this rank's part of ``tensor``; the last ranks' parts may be shorter."""
+        """Return a copy of this rank's part of ``tensor``; the last ranks' parts may be shorter or empty."""
         parts = tensor.chunk(self.size, dim)
         return parts[self.index].clone() if self.index < len(parts) else tensor.narrow(dim, 0, 0).clone()
 
@@ -120,7 +120,7 @@ class Rendezvous:
         return rank if has_gpu else replace(rank, near=self._share_memory(rank))
 
     def _share_memory(self, rank: Rank) -> SharedExchange | None:
-        """Return the ranks' shared memory if all are on this machine; None otherwise, or without room for it."""
+        """Return the memory that all ranks share; None if they run on several machines, or if memory is short."""
         memory = SharedMemory.make(self.size) if self.index == 0 else None
         try:
             path = rank.broadcast((memory.path if memory else "").encode() if self.index == 0 else None).decode()
@@ -135,7 +135,7 @@ class Rendezvous:
 
 
 def leave(rank: Rank | None = None) -> None:
-    """Undo ``Rendezvous.join``; may be called twice."""
+    """Leave the groups that ``Rendezvous.join`` has joined; may be called twice."""
     if rank and rank.near:
         rank.near.close()
     if dist.is_initialized():
@@ -147,11 +147,11 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
-    # Plan styles of modules whose outputs are summed over ranks
+    # Plan styles of modules whose outputs must be summed over ranks
     sums = ("moe_tp_experts", "all_reduce")
-    # The plan style of a shared expert that every rank computes whole, beside experts summed over ranks
+    # Plan style of an expert that every rank computes whole; each divides it by ``size``, so that the sum is right
     identity = "moe_identity_expert"
-    # Styles without effect if no gradients are needed
+    # Plan styles that concern only gradients, or weights that every rank keeps whole
     nothing = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
     for name, style in plan.items():
         module = modules.get(name)
@@ -167,14 +167,14 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
         elif module is not None:
             _check_style(name, style, sums)
             if expert_codes_of(module, "down_proj"):
-                continue  # the integer product itself sums over all ranks
+                continue  # integer products sum over ranks themselves
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
 
 
 def check_plan(model: Any, hf_config: Any, size: int) -> dict[str, str]:
-    """Return the model's plan, a style per module or parameter. Refuse a model that ``size`` ranks cannot share."""
+    """Return the model's plan, a style per module or parameter. Raise an error if ``size`` ranks cannot share it."""
     kind, text_config = hf_config.model_type, hf_config.get_text_config()
     if not getattr(model, "tp_plan", None):
         raise UnsupportedModelError(f"tensor_parallel_size: transformers has no plan for {kind} models: leave it out")
@@ -204,7 +204,7 @@ def _check_style(name: str, style: str, known: Sequence[str]) -> None:
 
 
 def _untie(model: Any, plan: dict[str, str]) -> None:
-    """If ``plan`` cuts the LM head and the head shares the embedding's weight, give the head a copy."""
+    """Give the LM head its own copy of the embedding's weight if ``plan`` cuts the head."""
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is head), "")
     if isinstance(head, torch.nn.Linear) and plan.get(name) in COLUMNS:
@@ -212,8 +212,8 @@ def _untie(model: Any, plan: dict[str, str]) -> None:
 
 
 def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_kv_heads: int) -> None:
-    """Cut a linear layer. ``num_kv_heads``: 0 unless ranks outnumber KV heads, so that several ranks share a head."""
-    # Plan styles of linear layers whose inputs are split among ranks. The last two get whole inputs and cut them.
+    """Cut a linear layer to this rank's part. ``num_kv_heads``: 0, or their number if several ranks share a KV head."""
+    # Plan styles of linear layers whose inputs are split. With the last two, the layer gets whole inputs and cuts them.
     rows = ("rowwise", "rowwise_rep", "rowwise_split_input")
     _check_style(name, style, (*COLUMNS, *rows))
     if style in COLUMNS:
@@ -224,19 +224,20 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
         return
     if style != "rowwise":
         linear.register_forward_pre_hook(lambda module, args: (rank.cut(args[0], -1), *args[1:]))
-    if codes := codes_of(linear):  # the integer product itself sums over all ranks
+    if codes := codes_of(linear):  # integer products sum over ranks themselves
         codes.cut_inputs(name, rank)
         linear.in_features = codes.codes.shape[1]
         return
     _set(linear, "weight", rank.cut(linear.weight.data, 1))
     if linear.bias is not None and rank.index:
-        _set(linear, "bias", torch.zeros_like(linear.bias.data))  # only rank 0 adds the bias to the ranks' sum
+        # ranks' outputs are summed, so only rank 0 adds a bias
+        _set(linear, "bias", torch.zeros_like(linear.bias.data))
     linear.in_features = linear.weight.shape[1]
     linear.register_forward_hook(lambda module, args, output: _summed(output, rank))
 
 
 def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``cut`` to the output dimension of all tensors of ``linear``."""
+    """Apply ``cut`` to the output dimension of weight and bias, or of int8 codes and scales."""
     codes = codes_of(linear)
     if codes:
         codes.cut_outputs(cut)
@@ -248,10 +249,10 @@ def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Te
 
 
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
-    """Cut parameter ``name``, experts' weights or a vector with one number per head, to this rank's part.
+    """Cut parameter ``name`` to this rank's part: experts' weights, or a vector with one number per head.
 
-    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. Packed gates and values:
-    all gates come first, and each half is cut separately.
+    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. If gates and values are
+    packed into one weight, all gates come first; then both halves are cut separately.
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
@@ -269,7 +270,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """Return ``rows`` [num_heads · dim, …], each head once per rank that has it; unchanged if ``num_heads`` is 0."""
+    """Return ``rows`` [num_heads · dim, …], each head once per rank that computes it; as they are for 0 heads."""
     if not num_heads:
         return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)
@@ -280,7 +281,7 @@ def _summed(output: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def _gathered(output: torch.Tensor, width: int, rank: Rank) -> torch.Tensor:
-    """Return all columns, [..., width], from the ranks' parts; the last parts may be narrower."""
+    """Return all columns, [..., width], joined from the ranks' parts, of which the last may be narrower."""
     widest = -(-width // rank.size)
     own = torch.nn.functional.pad(output, (0, widest - output.shape[-1])).contiguous()
     return torch.cat(rank.gather(own), -1)[..., :width]

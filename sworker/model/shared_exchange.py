@@ -26,14 +26,14 @@ FLAG_WORDS = 16
 
 
 class SharedMemory:
-    """A file of shared memory that all ranks open. The rank that made it removes its name on closing."""
+    """A file of shared memory that all ranks open. In the rank that made it, ``close`` also removes its name."""
 
     def __init__(self, file: int, path: str, is_own: bool) -> None:
         self.file, self.path, self._is_own = file, path, is_own
 
     @staticmethod
     def make(size: int) -> SharedMemory | None:
-        """Return memory for ``size`` ranks; None if there is no room, or the machine does not order stores."""
+        """Return memory for ``size`` ranks; None if there is no room for it, or if this CPU may reorder stores."""
         if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
             return None
         path = FOLDER / f"fastdecode-ranks-{secrets.token_hex(8)}"
@@ -51,33 +51,33 @@ class SharedMemory:
 
     @staticmethod
     def find(path: str) -> SharedMemory | None:
-        """Open the memory that another rank made at ``path``; return it, or None on another machine."""
+        """Open the memory that another rank made at ``path``. Return None if the rank is on another machine."""
         try:
             return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, False)
         except OSError:
             return None
 
     def close(self) -> None:
-        """Close the file; mapped memory stays."""
+        """Close the file. The memory stays usable where it is mapped."""
         os.close(self.file)
         if self._is_own:
             Path(self.path).unlink(missing_ok=True)
 
 
 def whereabouts() -> str:
-    """Return a text with this process's machine, PID namespace and process id."""
+    """Return a text that names this process: its machine, its PID namespace and, as the last word, its process id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getpid()}"
 
 
 class SharedExchange:
-    """The exchange of ``size`` ranks on one machine.
-
-    ``index``: this process's rank; ``pids``: all ranks' process ids.
-    """
+    """Exchanges data among the ranks of one machine."""
 
     def __init__(self, file: int, index: int, pids: list[int]) -> None:
-        """``file``: a descriptor of shared memory of ``num_bytes(size)`` bytes; it may be closed afterwards."""
+        """``file``: descriptor of ``num_bytes(size)`` bytes of shared memory; the caller may close it afterwards.
+
+        ``index``: this process's rank. ``pids``: all ranks' process ids.
+        """
         self._index, self._size = index, len(pids)
         self._memory = mmap.mmap(file, num_bytes(self._size))
         data = np.frombuffer(self._memory, np.uint8)
@@ -91,7 +91,7 @@ class SharedExchange:
             self._watched.register(each, select.POLLIN)
 
     def exchange(self, own: np.ndarray, take: Callable[[slice, np.ndarray], object]) -> None:
-        """Send ``own``, uint8 [num_bytes] of equal length on every rank, to all ranks.
+        """Send ``own``, uint8 [num_bytes], to all ranks. Its length must be equal on every rank.
 
         ``take`` is called for each slice of ``own``, with all ranks' bytes in the slice, uint8 [size, length], and must
         copy these bytes. Raise RuntimeError if a rank has ended, or sends nothing in time.
@@ -103,9 +103,8 @@ class SharedExchange:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' contiguous tensors, in place.
 
-        Floats are added in float32 or wider, integers exactly.
-
-        Ranks are added in rank order, so a row's bits depend neither on its index nor on the number of rows.
+        Floats are added in float32 or wider, in the order of ranks. So a row's bits depend neither on its index nor on
+        the number of rows. Integers are added exactly.
         """
         data = tensor.view(-1).view(torch.uint8)
         wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
@@ -121,7 +120,7 @@ class SharedExchange:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all ranks' contiguous tensors, of one shape, in order."""
+        """Return all ranks' tensors in order. The tensors are contiguous and have one shape."""
         found = [torch.empty_like(tensor) for _ in range(self._size)]
         bytes_of = [each.view(-1).view(torch.uint8) for each in found]
 
@@ -163,7 +162,7 @@ class SharedExchange:
         silence_seconds = 300.0
         deadline = time.monotonic() + silence_seconds
         sleep_seconds = 2e-5
-        # Number of sleeps between two checks that the other ranks' processes live
+        # How often a waiting rank sleeps before it checks that the other ranks' processes live
         look_every = 100
         while True:
             for _ in range(look_every):

@@ -1,4 +1,4 @@
-"""The S-worker's model: weights, KV layout, tokenizer, and what generation needs to know of them."""
+"""The S-worker's model: weights, KV layout, tokenizer, and what generation must know of the model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 class SModel:
-    """A loaded and probed causal LM. ``code`` computes it. ``layout`` describes this rank's heads to R-workers,
-    ``whole_layout`` all heads to prefill workers."""
+    """A loaded and probed causal LM. ``code`` runs it, ``tokenizer`` is None if none was loaded.
+
+    ``layout`` describes this rank's heads to R-workers, ``whole_layout`` all ranks' heads to prefill workers.
+    """
 
     def __init__(self, config: EngineConfig, rank: AnyRank | None = None) -> None:
-        """``rank``: the tensor-parallel rank whose part of the model is loaded; None for the whole model."""
+        """``rank``: the tensor-parallel rank whose part of the model to load; None for the whole model."""
         hf_config = load_hf_config(config)
         self.vocab_size = int(hf_config.get_text_config().vocab_size)
         self.max_model_len = _max_model_len(config, hf_config)
@@ -81,16 +83,16 @@ class SModel:
 
     @property
     def identity_of_part(self) -> str:
-        """``identity``, extended by this part's rank if there are several."""
+        """``identity``, followed by this process's rank if the model is split among ranks."""
         return self.identity + (f" {self._rank.index} of {self._rank.size}" if self._rank else "")
 
     @property
     def kv_identity(self) -> str:
-        """A name for everything that keys and values depend on: weights, configuration, device.
+        """A name for all of the S-part that keys and values depend on: weights, configuration, device.
 
-        The R-workers' arithmetic is not part of it.
+        The R-workers' arithmetic also changes keys and values, but is not part of this name.
         """
-        # Configuration keys that do not affect the computation, or are covered elsewhere
+        # Keys that do not affect keys and values, or that ``identity`` already covers
         unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
         known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
@@ -108,7 +110,7 @@ class SModel:
 
     @property
     def on_gpu(self) -> bool:
-        """True if the dense layers run on a GPU, so that S and R share no core."""
+        """True if the dense layers run on a GPU, so that S-worker and R-workers do not compete for cores."""
         return self.code.device.type == "cuda"
 
     @property
@@ -126,7 +128,7 @@ class SModel:
         return first_layers(self.code, self._hf_config, self.layout, num_layers)
 
     def shares_tokenizer(self, config: EngineConfig) -> bool:
-        """Return whether the model in ``config`` has the same tokens, as far as both have a tokenizer."""
+        """Return whether the model in ``config`` has the same vocabulary; True if either model has no tokenizer."""
         if self.tokenizer is None:
             return True
         try:

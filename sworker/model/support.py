@@ -1,7 +1,7 @@
-"""The probe that tells whether a model can be split into S-part and R-part.
+"""The probe, which finds out whether a model can be split into S-part and R-part.
 
-It is one forward that checks that every layer reaches our attention, and reads the model's KV layout. Checks of the
-configuration alone, before loading, are in `refusals.py`.
+It runs one forward, checks that every layer calls our attention, and reads the model's KV layout from the calls. Checks
+of the configuration alone, before loading, are in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
     """Run packed probe rows through a model's code; return the layout that its attention calls show.
 
-    ``kv_dtype`` "auto" is the model's. Raise UnsupportedModelError if the model does not call attention exactly once
-    per layer, asks for something that R-workers do not support, or mixes rows outside attention. Raise ModelLoadError
-    if its weights give no finite logits.
+    With ``kv_dtype`` "auto", the cache has the model's dtype. Raise UnsupportedModelError if the model does not call
+    attention exactly once per layer, asks for something that R-workers do not support, or mixes rows outside attention.
+    Raise ModelLoadError if its weights give no finite logits.
     """
     recorder, logits = _probe(code, hf_config)
     _check_calls(hf_config, recorder, hf_config.get_text_config().num_hidden_layers)
@@ -57,9 +57,9 @@ def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
 
 
 def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
-    """Refuse a model without exactly one call per layer, or whose ``generate`` drops tokens that its masks show."""
+    """Refuse a model that does not call attention once per layer, or may drop tokens that its masks still show."""
     num_calls = recorder.num_calls
-    if recorder.has_states:  # a layer may have a state and attention, or neither
+    if recorder.has_states:  # a hybrid's layer may call attention twice, or never
         return
     if sorted(recorder.layers) != list(range(num_layers)) or num_calls != num_layers:
         most = f", and counts {len(recorder.layers)} layers there" if num_calls == num_layers else ""
@@ -73,7 +73,7 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
 
 
 def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Return whether rows get the same bits in forwards of ``counts`` rows as in a larger forward, without attention.
+    """Return whether a row gets the same bits in forwards of ``counts`` rows as in a larger one, attention aside.
 
     Matrix products may add in another order if the number of rows differs. Then a sequence that is recomputed in
     another batch rounds differently, which shows in 16-bit dtypes.
@@ -90,7 +90,7 @@ def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(T
 
 @torch.inference_mode()
 def varying_layers(model: torch.nn.Module) -> list[str]:
-    """Return layers whose products round a row differently among 16 rows than among more; ``*`` replaces numbers."""
+    """Return the layers that round a row differently among 16 rows than among more; ``*`` stands for layer numbers."""
     tried: dict[tuple[object, ...], bool] = {}
     found: dict[str, None] = {}
     for name, module in model.named_modules():
@@ -109,19 +109,18 @@ def _varies(module: torch.nn.Module, width: int, weight: torch.Tensor) -> bool:
     rows = torch.randn(1, len(TOKENS) + MORE_ROWS, width, generator=torch.Generator()).to(weight.device, weight.dtype)
     try:
         few, more = module(rows[:, : len(TOKENS)].contiguous()), module(rows)
-    except Exception:  # this layer does not multiply rows by its weight
+    except Exception:  # this layer takes other arguments than rows
         return False
     return isinstance(few, torch.Tensor) and not torch.equal(few, more[:, : len(TOKENS)])
 
 
 def probe_layers(code: ModelCode, hf_config: Any) -> tuple[Layer, ...]:
-    """Return the layers of a forward's attention calls, in order. Raise UnsupportedModelError if it fails."""
+    """Run a forward; return the layers of its attention calls, in order. Raise UnsupportedModelError if it fails."""
     recorder, _ = _probe(code, hf_config)
     return recorder.in_order()
 
 
 def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
-    """Run a forward over the probe rows; return (record of its attention calls, logits)."""
     rows = MaskProbe()
     with asking_for_masks(code.module):
         recorder = Recorder(hf_config, rows, _sights(code, hf_config))
@@ -129,9 +128,9 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 
 
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
-    """Return which tokens each mask that a forward requests shows. The forward ends at its first attention call."""
+    """Return the rule of each mask that a forward requests; None if no known rule fits. Attention is not run."""
     length = len(TOKENS)
-    # Most tokens that are embedded and projected to examine the masks of a text
+    # Most tokens of a text that is made to examine masks
     longest_text = 1 << 14
     while True:
         texts = MaskProbe()
@@ -142,11 +141,11 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= longest_text:
             return sights
-        length = needed  # a mask function that reads tokens needs one at every examined position
+        length = needed  # some mask functions read a token at each position that is examined
 
 
 class _FirstCallError(Exception):
-    """Raised when a forward reaches its first attention call, after it has made all its masks."""
+    """Ends a forward at its first attention call, when it has requested all its masks."""
 
 
 def _stop(*_: Any, **__: Any) -> NoReturn:
@@ -161,7 +160,10 @@ def _forward(
     token_ids: Sequence[int] = TOKENS,
     places: Sequence[int] = POSITIONS,
 ) -> torch.Tensor:
-    """Return logits [rows, vocab] of the probe rows, with attention by ``attend`` in a greenlet of ``kind``."""
+    """Return logits [rows, vocab] of ``token_ids`` at positions ``places``.
+
+    The forward runs in a greenlet of class ``kind``, which answers its attention calls by ``attend``.
+    """
     tokens, positions = (torch.tensor([ids], device=code.device) for ids in (token_ids, places))
     rows = torch.tensor([0, *range(len(token_ids))], device=code.device)
     running = kind(lambda: code.logits(tokens, positions, rows), attend)

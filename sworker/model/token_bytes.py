@@ -1,4 +1,7 @@
-"""The bytes that each token stands for, and the most bytes of any token, which limit the text that can fit a model."""
+"""The bytes that each token stands for, and the most bytes that any token stands for.
+
+The latter tell how long a text can be whose tokens fit a model's context.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ NFC_SHRINKS = 4
 def text_bound(backend: BackendTokenizer) -> TextBound | None:
     """Return the most text that one token can stand for; None if there is no limit.
 
-    There is a limit for BPE over bytes whose earlier steps drop no text. Bytes that have no token are dropped or joined
-    to one unknown token, so they do not count. There is no limit if the tokenizer maps words to one unknown token,
-    strips or folds text, or has added tokens that absorb spaces.
+    Only BPE over bytes has a limit, and only if its earlier steps drop no text. Bytes without a token are dropped or
+    joined to one unknown token, so they do not count. There is no limit if the tokenizer maps words to one unknown
+    token, strips or folds text, or has added tokens that absorb spaces.
     """
     told = json.loads(backend.to_str())
     shrinks, dropped = _shrinks(told["normalizer"]), _dropped_bytes(told)
@@ -27,9 +30,9 @@ def text_bound(backend: BackendTokenizer) -> TextBound | None:
     takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
     if shrinks is None or dropped is None or takes_spaces or not _keeps_all(told["pre_tokenizer"]):
         return None
-    if dropped and told["normalizer"] is not None:  # the normalizer may turn other bytes into bytes without a token
+    if dropped and told["normalizer"] is not None:  # it may make bytes that have no token
         return None
-    spells_bytes = not told["model"].get("byte_fallback")  # each character of a token stands for one byte
+    spells_bytes = not told["model"].get("byte_fallback")  # else each character of a token stands for one byte
     tokens = (len(token) if spells_bytes else len(token.encode()) for token in told["model"]["vocab"])
     return TextBound(shrinks * max(*tokens, *(len(each["content"].encode()) for each in added), 1), dropped)
 
@@ -63,7 +66,7 @@ def _keeps_all(step: dict[str, Any] | None) -> bool:
 
 
 def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
-    """Return all byte values for which the vocabulary has no token; None if its tokens are not over bytes."""
+    """Return all bytes for which the vocabulary has no token; None if its tokens do not spell bytes."""
     model, before = told["model"], told["pre_tokenizer"]
     if model["type"] != "BPE":
         return None
@@ -76,14 +79,14 @@ def _dropped_bytes(told: dict[str, Any]) -> bytes | None:
 
 
 def _spellings() -> dict[int, str]:
-    """Return the character for each byte in byte-level vocabularies: itself if printable, else a code point ≥ 256."""
+    """Return the character by which byte-level vocabularies write each byte: itself if printable, else one ≥ U+0100."""
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}
 
 
 class Spellings:
-    """The bytes that each token adds to a text, by the tokenizer's decoder. ``special``: tokens that texts omit."""
+    """The bytes that each token adds to a text. ``special``: ids of tokens that texts omit."""
 
     def __init__(self, backend: BackendTokenizer) -> None:
         self._backend = backend
@@ -120,7 +123,10 @@ def _decoder_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _decoded(step: dict[str, Any], token: str) -> str:
-    """Return ``token`` after decoder step ``step``, inside a text. At a text's start some steps drop a space."""
+    """Return ``token`` after the decoder's step ``step``, as in the middle of a text.
+
+    At the start of a text, some steps also drop a space.
+    """
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return token.replace(step["pattern"]["String"], step["content"])
     if step["type"] == "Metaspace":

@@ -1,4 +1,4 @@
-"""The model's tokenizer, read through transformers."""
+"""The model's tokenizer, with transformers' interface to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastdecode.sworker.model.token_bytes import Spellings, text_bound
 class HFTokenizer:
     """A transformers tokenizer backed by the tokenizers library."""
 
-    _formats: Mapping[str, dict[str, Format]] = {}  # by chat template; replaced, never modified
+    _formats: Mapping[str, dict[str, Format]] = {}  # by chat template; replaced by a new mapping, never modified
 
     def __init__(self, config: EngineConfig) -> None:
         name = config.tokenizer or config.model
@@ -54,7 +54,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def text_bound(self) -> TextBound | None:
-        """The most text that one token can stand for; None if there is no limit. Computed once."""
+        """The most text that one token can stand for; None if there is no limit."""
         return text_bound(self.backend)
 
     @functools.cached_property
@@ -69,18 +69,18 @@ class HFTokenizer:
         return getattr(self.hf, "response_template", None)
 
     def chat_template_text(self, chat_template: str | None = None) -> str:
-        """Return ``chat_template``, or the text of the model's own templates."""
+        """Return the text of ``chat_template``, or of all the model's own templates; "" if there is none."""
         own = getattr(self.hf, "chat_template", None)
         found = "\n".join(own.values()) if isinstance(own, dict) else own
         return chat_template or found or ""
 
     def answer_header(self, chat_template: str | None = None) -> str:
-        """Return the text with which the chat template begins an answer; "" if it cannot be determined."""
+        """Return the text that the chat template puts before an answer; "" if it cannot be determined."""
         said = [{"role": "user", "content": "hi"}]
         render = functools.partial(self.hf.apply_chat_template, said, chat_template=chat_template, tokenize=False)
         try:
             before, after = render(add_generation_prompt=False), render(add_generation_prompt=True)
-        except Exception:  # a template may raise anything, or there is none
+        except Exception:  # a template may raise anything, and there may be none
             return ""
         return str(after[len(before) :]) if after.startswith(before) else ""
 
@@ -90,7 +90,7 @@ class HFTokenizer:
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Special tokens, which ``skip_special_tokens`` leaves out of the text."""
+        """Ids of the special tokens, which ``skip_special_tokens`` leaves out of the text."""
         return self._spellings.special
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -117,12 +117,12 @@ class HFTokenizer:
         """Return the token ids of a conversation, [{"role": …, "content": …}], up to where the answer begins.
 
         ``chat_template`` replaces the model's. ``tools`` (JSON schemas of functions) and ``template_kwargs`` are passed
-        to it. Templates write special tokens themselves; ``add_special_tokens`` makes the tokenizer add its own too.
-        ``content_format``: how contents are passed, see ``content_formats``. With ``continue_final_message`` the answer
-        continues the last message.
+        to the template. Templates write special tokens themselves; ``add_special_tokens`` lets the tokenizer add its
+        own too. ``content_format``: see ``content_formats``. With ``continue_final_message`` the answer continues the
+        last message.
 
-        Raise RequestError without a chat template, for messages that it does not accept, and for those that cannot fit
-        ``max_model_len`` tokens. The last check comes before rendering if possible, and always before tokenizing.
+        Raise RequestError if there is no chat template, if it rejects the messages, or if they cannot fit
+        ``max_model_len`` tokens. The length is checked before rendering if possible, and always before tokenizing.
         """
         if not (chat_template or getattr(self.hf, "chat_template", None)):
             raise RequestError("messages: the model's tokenizer has no chat template; send a prompt")
@@ -150,10 +150,7 @@ class HFTokenizer:
     def _written(
         self, prepared: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], max_model_len: int | None
     ) -> str:
-        """Return the text of a conversation.
-
-        Raise RequestError if the template drops a message's text, or the text cannot fit ``max_model_len`` tokens.
-        """
+        """Return the text that ``render`` makes. Raise RequestError if the text lacks a message, or is too long."""
         if max_model_len is not None:
             check_conversation_can_fit(prepared, render, self.text_bound, max_model_len)
         try:
@@ -168,9 +165,9 @@ class HFTokenizer:
     def content_formats(
         self, wanted: str = "auto", chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
     ) -> dict[str, Format]:
-        """Return the content format of each role:
+        """Return the content format by role: ``string``, ``openai`` (lists of parts), or for "auto" the template's own.
 
-        ``string``, ``openai`` (lists of parts), or what the template takes (``auto``).
+        A role without an entry has that of "user".
         """
         if wanted not in ("auto", *get_args(Format)):
             raise ConfigError(f"content_format must be one of auto, string, openai, not {wanted!r}")
@@ -178,7 +175,7 @@ class HFTokenizer:
             return {"user": cast(Format, wanted)}
         try:
             template = self.hf.get_chat_template(chat_template, tools)
-        except ValueError as error:  # several templates, and no default one
+        except ValueError as error:  # the model has several templates, and none is the default
             raise RequestError(f"messages: {error}") from None
         # Most chat templates whose content format is remembered
         most_templates = 32
@@ -189,14 +186,14 @@ class HFTokenizer:
 
 
 def check_chat_template(template: str) -> None:
-    """Raise ConfigError, with the line, for invalid Jinja. What the template does with messages is not checked."""
+    """Raise ConfigError, with the line, if ``template`` is not valid Jinja. Errors while it renders are ignored."""
     from jinja2 import TemplateSyntaxError
 
     try:
         render_jinja_template([[{"role": "user", "content": "hi"}]], chat_template=template)
     except TemplateSyntaxError as error:
         raise ConfigError(f"chat_template: line {error.lineno} is no Jinja template: {error.message}") from None
-    except Exception:  # transformers may raise any error for this test message
+    except Exception:  # a valid template may reject this message by any error
         return
 
 
@@ -232,13 +229,13 @@ def _parts_of(content: Any) -> list[dict[str, str]]:
 
 
 def _said(part: Any) -> Any:
-    """Return a part of a message; a refusal that a client sends back becomes text."""
+    """Return a message's part; a refusal that a client sends back is turned into text."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_arguments_read(call: Any) -> Any:
-    """Return a tool call with its arguments parsed from JSON, since templates print the object."""
+    """Return a tool call with its arguments parsed from JSON, since templates expect an object."""
     try:
         arguments = call["function"].get("arguments")
         read = json.loads(arguments or "{}") if arguments is None or isinstance(arguments, str) else arguments

@@ -1,4 +1,4 @@
-"""Loads transformers' code as the S-part: quantises it, cuts it for a rank, replaces products, and probes it."""
+"""Loads a model with transformers' code: quantizes it, cuts it for a rank, replaces layers, and probes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersCode:
-    """Transformers' code of a model; parts may be replaced by faster ones that prove equal. See ``ModelCode``."""
+    """A model with transformers' code, in which faster forms may replace layers. See ``ModelCode``."""
 
     def __init__(self, module: torch.nn.Module, least_rows: int = MIN_ROWS) -> None:
         self.module = module
@@ -64,8 +64,10 @@ class TransformersCode:
 
 
 def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCode:
-    """Load the model that ``config`` names, or its part for ``rank``. Raise ConfigError, ModelLoadError or
-    UnsupportedModelError."""
+    """Load the model that ``config`` names, or its part for ``rank``.
+
+    Raise ConfigError, ModelLoadError or UnsupportedModelError.
+    """
     packed_in, form = quantization(hf_config), choose(config, hf_config, resolve_device(config.device))
     whole = load_model(config, hf_config)
     digest = weights_digest(whole)
@@ -82,13 +84,16 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):
-        # Files stay mapped for their norms, with the pages of read experts
+        # Norms keep a file mapped, and with it the pages of experts that were read: give these pages back
         FileMaps(unwritten=True).let_all_go(each for _, each in tensors_of(code.module))
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
 def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
-    """Replace parts of the model by faster forms; return the layout that the probe finds with these forms."""
+    """Replace layers of the model by faster forms; return the layout that the probe then finds.
+
+    If the probe then fails, all layers are restored and probed again.
+    """
     model = code.module
     integers = optional("integer products").IntegerProducts(model, hf_config) if multiplies_int8(config) else None
     replaced: list[Any] = [PackedLinears(model), FusedRows(model)]
@@ -101,6 +106,6 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # a refused model raises again here
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # raises again if the model itself is unsupported
         logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

@@ -1,6 +1,6 @@
-"""Kernels in Triton over rows on a GPU: RMSNorm, rotary embedding, and silu of one tensor times another.
+"""Triton kernels over rows on a GPU: RMSNorm, rotary embedding, and silu of one tensor times another.
 
-``TRITON_INTERPRET=1``, set before triton is imported, runs them on CPU tensors, which is how they are tested.
+``TRITON_INTERPRET=1``, set before triton is imported, runs the kernels on CPU tensors; tests do so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def _silu_times(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool) -> torch.Tensor:
-    """Return ``rows`` […, width], divided by their root mean square, times (``offset`` + ``weight`` [width])."""
+    """Return ``rows`` […, width] divided by their root mean square, times (``offset`` + ``weight`` [width]).
+
+    With ``round_first``, the quotient is rounded to the dtype before it is multiplied.
+    """
     x = rows.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -66,7 +69,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``heads`` [1, heads, T, dim], rotated by the angles of ``cos`` and ``sin``, contiguous [1, T, dim]."""
+    """Return ``heads`` [1, heads, T, dim] rotated by the angles of ``cos`` and ``sin``, both contiguous [1, T, dim]."""
     x = heads if heads.stride(-1) == 1 else heads.contiguous()
     _, num_heads, tokens, dim = x.shape
     out = torch.empty((1, tokens, num_heads, dim), dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Unpacks weights: turns the integers and scales of packed checkpoints back into weights.
+"""Turns the integers and scales of packed checkpoints back into weights.
 
-The functions take a layer's stored tensors, or some of their rows. They return its weight, [out, in] for a linear
-layer, in float32. `in_parts` rounds it once to the model's dtype, a few rows at a time.
+The functions take a layer's stored tensors, or some of their rows. They return the layer's weight, [out, in] for a
+linear layer, in float32. `in_parts` rounds this to the model's dtype, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PART_ELEMENTS = 1 << 18
 
 
 def part_elements(device: torch.device | None) -> int:
-    """Return the elements of a weight to unpack at a time on ``device``: more on a GPU, where launches take time."""
+    """Return how many elements to unpack at a time on ``device``: more on a GPU, where each launch takes time."""
     return PART_ELEMENTS << 6 if device and device.type == "cuda" else PART_ELEMENTS
 
 
@@ -26,7 +26,7 @@ def in_parts(
     part: Callable[[int, int], torch.Tensor],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return a weight of ``shape`` in ``dtype``; ``part(begin, end)`` returns its rows ``begin`` to ``end``.
+    """Return a weight of ``shape`` in ``dtype``, put together from ``part(begin, end)``, its rows ``begin`` to ``end``.
 
     Each ``begin`` is a multiple of ``unit``.
     """
@@ -64,7 +64,7 @@ def grouped(
 
 
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weight of 4-bit AWQ, "gemm":
+    """Return the weight of 4-bit AWQ in "gemm" layout, [out, in].
 
     ``words`` [in, out / 8], ``zeros`` [groups, out / 8], ``scales`` [groups, out].
     """
@@ -75,11 +75,10 @@ def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch
 def gptq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None, bits: int, plus: int
 ) -> torch.Tensor:
-    """Return the weight of GPTQ:
+    """Return the weight of a GPTQ layer, [out, in].
 
-    ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out].
-
-    ``plus``: the number that was subtracted from ``zeros`` before they were stored.
+    ``words`` [in · bits / 32, out], ``zeros`` [groups, out · bits / 32], ``scales`` [groups, out]. ``plus``: the number
+    to add to stored zero points, 1 if the checkpoint subtracted it.
     """
     offsets = (integers(zeros, bits) + plus) & (2**bits - 1)
     return grouped(integers(words.T.contiguous(), bits), scales.T, offsets.T, groups)
@@ -93,11 +92,10 @@ def packed_rows(
     groups: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """Return the weight of compressed-tensors' "pack-quantized":
+    """Return the weight of a layer in compressed-tensors' "pack-quantized" layout, [out, columns].
 
-    ``words`` [out, in · bits / 32], ``scales`` [out, groups].
-
-    ``columns``: the weight's columns; ``words`` may hold more. ``zeros``: words [out · bits / 32, groups], or None.
+    ``words`` [out, in · bits / 32], whose last columns may be padding; ``scales`` [out, groups]; ``zeros`` None or
+    words [out · bits / 32, groups].
     """
     middle = float(2 ** (bits - 1))
     offsets = middle if zeros is None else integers(zeros.T.contiguous(), bits).T[: len(words)]
@@ -111,10 +109,9 @@ def scaled(
     block: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return FP8 or int8 ``numbers`` [rows, columns] times their scales, in ``dtype``.
+    """Return FP8 or int8 ``numbers`` [rows, columns], less ``zeros``, times ``scales``, in ``dtype``.
 
-    There is one scale for all, per row, per group or per ``block``. Experts, [experts, rows, columns], have separate
-    scales.
+    Scales are one for all, or per row, group or ``block``. Experts, [experts, rows, columns], have separate scales.
     """
     if numbers.ndim == 3:
         whole = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)

@@ -21,20 +21,20 @@ from fastdecode.sworker.run.pipeline import attend
 
 
 class Latents(LatentRows):
-    """vLLM's latent attention (MLA). It keeps the K and V projections that vLLM's loader made of ``kv_b_proj``."""
+    """The K and V projections of vLLM's latent attention (MLA), which vLLM's loader made from ``kv_b_proj``."""
 
     def __init__(self, layer: Any) -> None:
         self.kv_lora_rank, self.v_head_dim = layer.kv_lora_rank, layer.v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim
         self._weights = torch.cat((layer.W_UK_T, layer.W_UV.mT), 1)
-        layer.W_UK_T = layer.W_UV = None  # used only by vLLM's attention, which does not run
+        layer.W_UK_T = layer.W_UV = None  # only vLLM's own attention reads them, and it never runs
 
     def _heads(self) -> torch.Tensor:
         return self._weights
 
     @torch.no_grad()
     def expand_as(self, projection: Any) -> bool:
-        """Return whether ``projection``, vLLM's ``kv_b_proj``, expands random latents to the same K and V."""
+        """Return whether vLLM's ``kv_b_proj``, given as ``projection``, expands random latents to the same K and V."""
         rows = torch.randn(PROOF_ROWS, self.kv_lora_rank, generator=torch.Generator())
         rows = rows.to(self._weights.device, self._weights.dtype)
         wanted = projection(rows)[0].unflatten(-1, (len(self._weights), -1)).transpose(0, 1)
@@ -66,7 +66,7 @@ def hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool
 
 
 def rotate_by_heads(module: torch.nn.Module) -> None:
-    """Make rotary embeddings on CPUs rotate queries [T, heads, dim] in torch: vLLM's kernel rotates them wrongly."""
+    """On CPUs, let rotary embeddings rotate queries [T, heads, dim] by torch: vLLM's CPU kernel is wrong there."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
     def rotate(kernel: Any, native: Any, positions: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -87,7 +87,7 @@ def _unknown_rule(layer: Any) -> str:
 
 
 def _unknown_latents(layer: Any) -> str:
-    """Return the feature of ``layer``, which has latents, that our attention calls cannot express; "" if none."""
+    """Return the feature of MLA layer ``layer`` that our attention calls cannot express; "" if there is none."""
     if layer.indexer is not None or layer.use_sparse:
         return "picks the latents that it attends to with vLLM's indexer (DSA)"
     if not (hasattr(layer, "W_UK_T") and hasattr(layer, "W_UV")):
@@ -96,7 +96,7 @@ def _unknown_latents(layer: Any) -> str:
 
 
 def _latents(layer: Any, hf_config: Any, absorbs_here: bool) -> Latents:
-    """Return the latents of ``layer``. Raise UnsupportedModelError if their K and V differ from those of ``layer``."""
+    """Return the K and V projections of ``layer``. Raise UnsupportedModelError if ``kv_b_proj`` differs from them."""
     latents = Latents(layer)
     if not latents.expand_as(layer.kv_b_proj):
         refuse(hf_config, "expands latents in another way than its weights of each head say")
@@ -119,7 +119,7 @@ def _rule(layer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_context() -> Iterator[None]:
-    """Restore vLLM's forward context at the end: other forwards, with their own contexts, run within this context."""
+    """Restore vLLM's global forward context at the end, since other forwards set it while this one waits."""
     from vllm import forward_context
 
     own = forward_context._forward_context

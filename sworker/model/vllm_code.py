@@ -1,8 +1,8 @@
-"""Loads vLLM's model code as the S-part: its modules, kernels and packed weights, without its engine and KV cache.
+"""Loads a model with vLLM's code: its modules, kernels and packed weights, without its engine and KV cache.
 
-vLLM's configuration and loader make the module, without a worker, executor or KV cache. Each attention layer gets
-another ``forward``, which passes q, k and v of the packed rows to our attention, with the arguments of transformers'
-attention functions. Layers of other kinds are refused by the name of their class.
+vLLM's configuration and loader make the module, without a worker or executor. Each attention layer gets another
+``forward`` that passes q, k and v of the packed rows to our attention, with the arguments of transformers' attention
+functions. Layers of other kinds are refused by the name of their class.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VllmCode:
     """A vLLM module whose attention layers call our attention; see ``ModelCode``."""
 
     def __init__(self, module: Any, vllm_config: Any, vocab_size: int, weight_bytes: int, num_parameters: int) -> None:
-        """``weight_bytes``, ``num_parameters``: those of the weights as loaded, before kernels packed them."""
+        """``weight_bytes``, ``num_parameters``: of the weights as they were loaded, before kernels packed them."""
         self.module = module
         self.least_rows = MIN_ROWS
         self.weight_bytes, self.num_parameters = weight_bytes, num_parameters
@@ -51,7 +51,7 @@ class VllmCode:
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits [rows, vocab_size] as vLLM's head computes them, soft caps and scales included."""
+        """Return logits [rows, vocab_size] as vLLM's head computes them, with soft caps and scales."""
         from vllm.forward_context import set_forward_context
 
         with set_forward_context(None, self._vllm_config, num_tokens=input_ids.shape[1]):
@@ -110,7 +110,7 @@ def _version(distribution: str) -> str:
 
 
 def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
-    """Return vLLM's configuration of the same model, for a module that runs eagerly and caches nothing."""
+    """Return vLLM's configuration of the model in ``config``, for a module that runs eagerly and caches nothing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this variable when it is imported
     from pydantic import ValidationError
     from vllm.engine.arg_utils import EngineArgs
@@ -141,7 +141,7 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
 
 
 def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
-    """Set how experts are scored if the file omits it: then transformers takes a sigmoid, but vLLM a softmax."""
+    """Set how routers score experts if config.json does not say: transformers assumes a sigmoid, vLLM a softmax."""
     if text_config.model_type in ("deepseek_v3", "glm4_moe_lite"):
         for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             if getattr(text_config, name, None) is None:
@@ -149,7 +149,7 @@ def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
 
 
 def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
-    """Return the loaded module's code and the digest of its weights, which is taken before kernels pack them."""
+    """Return (the loaded module's code, a digest of its weights, taken before kernels pack them)."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -170,9 +170,9 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
 
 
 def _begin_distributed(has_experts: bool) -> None:
-    """Set up vLLM's groups of ranks once in this process; each group has only this process.
+    """Set up vLLM's process groups once; each has only this process.
 
-    Set the groups up again for the first model with experts, since groups for a dense model include none for experts.
+    Groups for a dense model include none for experts, so the first model with experts sets them up again.
     """
     from vllm.distributed import parallel_state
 

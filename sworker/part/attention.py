@@ -1,6 +1,6 @@
-"""Attention of a prompt part's rows on a prefill worker, over the keys and values of earlier rows and their own.
+"""Attention of one part of a prompt on a prefill worker, over the keys and values of earlier rows and its own.
 
-On a CPU the R-workers' kernels compute it, over keys and values in the form of the R-workers' caches. So a token gets
+On a CPU the R-workers' kernels compute it, from keys and values in the form of the R-workers' caches. So a token gets
 the same bits as on the S-worker (``PromptCache``) or on an R-worker. On a GPU torch's attention computes it.
 """
 
@@ -41,7 +41,7 @@ SEQUENCE_ID = 0
 
 
 class LayerCache(Protocol):
-    """The methods of ``_rworker.RWorker`` that a layer and its index use."""
+    """The methods of the C++ class ``_rworker.RWorker`` that this module calls."""
 
     def begin_step(self, controls: np.ndarray, mini_batches: list[np.ndarray]) -> None:
         """Begin a step: int64 CONTROL [n, 4], and SPAN [m, 4] of each mini-batch."""
@@ -62,7 +62,7 @@ class LayerCache(Protocol):
         """Return the keys and the values of all tokens, each float32 [tokens, num_kv_heads, …]."""
 
     def export(self, sequence_id: int, start: int, num_tokens: int) -> np.ndarray:
-        """Return the cache's bytes of the tokens, and recurrent states if they are the states after these tokens."""
+        """Return the cache's bytes of the tokens, and recurrent states if the sequence ends with these tokens."""
 
     def sequence_ids(self) -> list[int]:
         """Return the ids of the cache's sequences."""
@@ -76,7 +76,10 @@ MakeCache = Callable[[KVLayout], LayerCache]
 
 
 class Rows(NamedTuple):
-    """A prompt part's rows in one layer: ``q`` [rows, num_heads, query_dim]; ``kv`` has their keys and values."""
+    """The rows of one part of a prompt in one layer: queries ``q`` [rows, num_heads, query_dim], and keys and values.
+
+    ``kv`` also has the keys and values of earlier rows.
+    """
 
     layer: int
     q: np.ndarray
@@ -84,13 +87,13 @@ class Rows(NamedTuple):
 
 
 class PartAttention(Protocol):
-    """Attends the rows of one part of a prompt, layer by layer."""
+    """The interface that computes attention for one part of a prompt, layer by layer."""
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         """Return o [rows, num_heads, value_head_dim] of the rows ``q`` [rows, num_heads, query_dim].
 
-        The first row is at position ``start``. ``kv`` has keys and values up to the last row's position, or further.
-        An index layer's o is zeros; the layers that use its picks follow the index.
+        ``start``: position of the first row. ``kv``: keys and values up to the last row's position, or further. For an
+        index layer, o is zeros: the index picks when the next layers attend.
         """
 
     def close(self) -> None:
@@ -98,9 +101,9 @@ class PartAttention(Protocol):
 
 
 class LayerCaches:
-    """A cache for each kind of layer; a cache holds one layer of one prompt at a time.
+    """R-worker caches for single layers; each holds one layer of one prompt at a time.
 
-    A layer's data is not needed once its rows have attended. So memory for one layer suffices. Layers with equal
+    After a layer's rows have attended, its data is dropped, so memory for one layer suffices. Layers with equal
     descriptions share a cache; in most models all layers do. A layer that uses an index's picks shares its cache with
     the index, which picks again for each such layer.
     """
@@ -112,7 +115,7 @@ class LayerCaches:
         self._caches: dict[tuple[Layer, ...], LayerCache] = {}
 
     def filled(self, rows: Sequence[Rows], num_tokens: int) -> LayerCache:
-        """Return the cache for the layers of ``rows``, filled with their first ``num_tokens`` tokens."""
+        """Return the cache for the layers of ``rows``, filled with the prompt's first ``num_tokens`` tokens."""
         shapes = self._shapes(rows)
         if shapes not in self._caches:
             self._caches[shapes] = self._make_cache(replace(self.layout, layers=shapes, kv_port=""))
@@ -125,7 +128,7 @@ class LayerCaches:
         return cache
 
     def attend(self, rows: Sequence[Rows], start: int) -> np.ndarray:
-        """Return o of the last layer's rows, whose positions begin at ``start``; see ``PartAttention.attend``."""
+        """Return o of the last layer in ``rows``; the rows' positions begin at ``start``."""
         first = start - len(rows[0].kv.prefix)
         try:
             cache = self.filled(rows, start)
@@ -145,14 +148,14 @@ class LayerCaches:
         self._caches.clear()
 
     def _shapes(self, rows: Sequence[Rows]) -> tuple[Layer, ...]:
-        """Return the descriptions of the layers of ``rows`` for a cache of only these layers, an index first."""
+        """Return the layers of ``rows``, an index first, described as the only layers of a cache."""
         *index, last = (self.layout.layers[each.layer] for each in rows)
         return (*index, last.reading(0 if index else -1))
 
 
 @contextmanager
 def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Iterator[None]:
-    """Keep a step open in the ``with`` block: ``num_rows`` rows from position ``start`` on. Abandon it on an error."""
+    """Within the context, keep a step of ``num_rows`` rows from position ``start`` open; on an error, abandon it."""
     span = [SEQUENCE_ID, start, num_rows, mode]
     cache.begin_step(np.zeros((0, 4), np.int64), [np.array([span], np.int64)])
     try:
@@ -164,7 +167,7 @@ def step_of(cache: LayerCache, mode: SpanMode, start: int, num_rows: int) -> Ite
 
 
 def release(cache: LayerCache) -> None:
-    """Remove all sequences from ``cache``."""
+    """Free all sequences in ``cache``."""
     if cache.sequence_ids():
         cache.begin_step(np.array([[Verb.RELEASE, SEQUENCE_ID, 0, 0]], np.int64), [])
         cache.end_step()
@@ -173,7 +176,10 @@ def release(cache: LayerCache) -> None:
 def _step(
     cache: LayerCache, mode: SpanMode, shapes: Sequence[Layer], rows: Sequence[Rows], tokens: slice
 ) -> np.ndarray:
-    """Store the keys and values of positions ``tokens``, and attend rows with queries; return the last layer's o."""
+    """Store the keys and values of positions ``tokens``, and attend the rows ``q``; return o of the last layer.
+
+    ``rows``: one layer's, or those of an index and of the layer that uses its picks.
+    """
     first = len(rows[0].kv.prefix) + tokens.start
     with step_of(cache, mode, first, tokens.stop - tokens.start):
         for number, (shape, each) in enumerate(zip(shapes, rows, strict=True)):
@@ -191,7 +197,7 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.ranks_tokens:  # an index: its rows wait for the layers that use its picks
+        if shape.ranks_tokens:  # an index picks when the layers attend that use it
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
@@ -203,9 +209,9 @@ class StoredAttention:
 
 
 class TorchAttention:
-    """A ``PartAttention`` by torch on the model's device, over keys and values as R-workers' caches store them.
+    """A ``PartAttention`` by torch on the model's device.
 
-    Keys and values of a prefix are decoded from the R-workers' form and rounded to the model's dtype.
+    Keys and values of a cached prefix are decoded from the R-workers' form and rounded to the model's dtype.
     """
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
@@ -220,7 +226,7 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if isinstance(shape, Index):  # an index: its rows wait for the layers that use its picks
+        if isinstance(shape, Index):  # an index picks when the layers attend that use it
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         if not isinstance(shape, Attending):
@@ -230,7 +236,6 @@ class TorchAttention:
         return part_attention(q, keys, values, shape, start)
 
     def _prefix(self, layer: int, kv: PromptKV) -> tuple[np.ndarray, np.ndarray]:
-        """Return the prefix's keys and values in ``layer``, each float32 [context_len, num_kv_heads, …]."""
         shape = self._caches.layout.layers[layer]
         rows = [Rows(layer, np.empty((0, *shape.row_shapes[0]), kv.k.dtype), kv)]
         try:
@@ -246,8 +251,8 @@ class TorchAttention:
 def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, start: int) -> torch.Tensor:
     """Return o for the rows ``q``, which begin at position ``start``, over the keys ``k`` and values ``v``.
 
-    ``k`` and ``v`` may go beyond the last row (tensor/sequence parallel). Then all keys are multiplied, and later ones
-    masked: such code cannot use causality (KV-Runahead, section 4.1).
+    ``k`` and ``v`` may go beyond the last row: tensor/sequence parallel prefill has all keys of the prompt. Then all
+    are multiplied, and later ones masked, since such code cannot use causality (KV-Runahead, section 4.1).
     """
     end, v = start + len(q), values_of(k, v, layer)
     plain = not (layer.soft_cap or layer.sinks or layer.window or layer.alibi_slopes)
@@ -260,9 +265,9 @@ def part_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Att
 
 
 def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: torch.device) -> float:
-    """Return the seconds of prompt attention per layer and pair of query and key, the faster of two trials.
+    """Return the seconds that prompt attention takes per layer and pair of query and key, the faster of two trials.
 
-    The first layer that attends is timed. If an index comes before it, both are timed, and their mean is returned.
+    The first layer that attends is timed, together with an index before it; the result is the mean of both.
     """
     numbered = list(enumerate(layout.layers))
     first = next(number for number, layer in numbered if layer.caches_rows)
@@ -278,7 +283,6 @@ def attention_pair_seconds(attention: PartAttention, layout: KVLayout, device: t
 
 
 def _attend_ones(attention: PartAttention, layout: KVLayout, number: int, device: torch.device) -> None:
-    """Let ``TIMED_ROWS`` rows of ones attend in a layer, and wait for the result."""
     layer, dtype = layout.layers[number], TORCH_DTYPE[layout.model_dtype]
     q, k, v = (torch.ones((TIMED_ROWS, *shape), dtype=dtype) for shape in layer.row_shapes[:3])
     keys, values = (to_numpy(torch.cat((each, each))) for each in (k, v))

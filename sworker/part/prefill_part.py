@@ -1,4 +1,4 @@
-"""A prefill worker's forward of one prompt part through the unmodified model. Its rows attend to earlier keys."""
+"""A prefill worker's forward of one part of a prompt, whose rows also attend to the keys of earlier parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ It may wait for the state after earlier parts, and its exceptions end the comput
 
 
 def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
-    """Raise RuntimeError: the ``Advance`` of models without recurrent layers."""
+    """Raise RuntimeError. Models without recurrent layers pass this as ``advance``."""
     raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
 
 
@@ -46,7 +46,7 @@ def compute_part(
     exchange: Exchange,
     advance: Advance = no_states,
 ) -> np.ndarray | None:
-    """Run tokens ``token_ids``, at positions ``start`` and on, through a model's code.
+    """Run tokens ``token_ids``, whose positions begin at ``start``, through a model's code.
 
     Return the last row's logits, [vocab_size], if ``samples`` is true; else None. Numpy arrays are in the model's
     dtype; 16-bit floats as uint16.

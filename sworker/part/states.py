@@ -1,4 +1,4 @@
-"""Advances states of recurrent layers by a prompt part's rows on a prefill worker, with an R-worker's kernels."""
+"""Advances recurrent layers' states by the rows of a prompt's part, by R-workers' kernels on a prefill worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILLER = Dense(num_heads=1, num_kv_heads=1, key_head_dim=64, value_head_dim=64, 
 
 
 class PartStates:
-    """A cache for each kind of recurrent layer; it holds the state of one layer of one prompt at a time."""
+    """R-worker caches for single recurrent layers; each holds one layer's state of one prompt at a time."""
 
     def __init__(self, layout: KVLayout, make_cache: MakeCache) -> None:
         """``layout``: the model's, with the R-workers' KV dtype and arithmetic."""
@@ -62,13 +62,12 @@ class PartStates:
 
 
 def _alike(start: int, state: Recurrent) -> int:
-    """Return the least token count after which a convolution's state has the same layout as after ``start`` tokens."""
+    """Return the smallest position at which a convolution's window has its taps in the same order as at ``start``."""
     period = max(state.taps - 1, 1)
     return start if start < period else period + start % period
 
 
 def _step(cache: LayerCache, context_len: int, rows: np.ndarray, output: tuple[int, int]) -> np.ndarray:
-    """Advance the state by ``rows`` [rows, 1, elements]; return their o."""
     o, none = np.empty((len(rows), *output), rows.dtype), np.empty((len(rows), 1, 0), rows.dtype)
     filler = np.zeros((len(rows), 1, FILLER.key_head_dim), rows.dtype)
     with step_of(cache, SpanMode.ATTEND, context_len, len(rows)):

@@ -21,7 +21,7 @@ EXPERTS = "expert_codes"
 
 
 class Ranks(Protocol):
-    """The part of ``sharding.Rank``'s interface that integer products use."""
+    """The methods of ``sharding.Rank`` that integer products call."""
 
     @property
     def size(self) -> int:
@@ -39,9 +39,10 @@ class Ranks(Protocol):
 
 @dataclass
 class IntegerCodes:
-    """A weight: ``codes``, int8 [outputs, inputs], rotated in blocks of ``block``; ``scales``, float32 [outputs].
+    """A weight rotated in blocks of ``block`` inputs and quantized: int8 ``codes`` [outputs, inputs].
 
-    ``rank``: set if this rank has only some of the inputs. All ranks' integer sums are then added before scaling.
+    ``scales``: float32 [outputs]. ``rank``: set if this rank has only some of the inputs; then all ranks' integer sums
+    are added before they are scaled.
     """
 
     codes: torch.Tensor
@@ -83,23 +84,23 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
 
 
 def block_of(width: int, num_heads: int, is_cut: bool) -> int:
-    """Return the rotation's block size for rows of ``width``: the most neighbours that the kernels can mix.
+    """Return the number of inputs that a rotation mixes, for rows of ``width``: the most that the kernels can.
 
     ``is_cut``: rows are split among ranks. Each rank then has whole blocks, for any number of ranks that divides heads.
     """
-    # Numbers of ranks for which a rotation must stay within each rank's part of a row
+    # Possible numbers of ranks; a block must lie within a rank's part of a row for each of them
     degrees = range(1, 17) if is_cut else (1,)
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
-    most = 4096  # largest block in elements
+    most = 4096  # most elements of a block
     block = min(common & -common, most)
-    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels apply these factors to vectors of 16
+    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels apply these factors to whole vectors of 16
         while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Undo the rotation of ``rows``, float32 [rows, width]: up to a factor, each of its stages is its own inverse."""
+    """Undo the rotation of ``rows``, float32 [rows, width]. Each of its stages is its own inverse, up to a factor."""
     part = block & -block
     mixed, apart = rows, block
     for factor in (7, 5, 3):

@@ -1,4 +1,4 @@
-"""Mixtures of experts in int8. Rows are grouped by expert, and no row is added to fill a group.
+"""Mixtures of experts in int8. Rows are grouped by expert, without padding.
 
 The experts' module is not changed: transformers looks up the experts' function by name (see `adapters/experts.py`).
 """
@@ -29,7 +29,7 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
-    """Quantize the experts of every module with known weights, one expert after another."""
+    """Quantize the experts of every module that holds experts in a known form, one expert at a time."""
     maps, count = FileMaps(), 0
     for module in _known_experts(model):
         module.__dict__[EXPERTS] = {}
@@ -65,7 +65,7 @@ def _known_experts(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def pack_experts(model: torch.nn.Module) -> int:
-    """Pack the codes of all experts; return the number of layers."""
+    """Pack the codes of all experts in ``model``; return the number of layers with experts."""
     count = 0
     for module in model.modules():
         codes = module.__dict__.pop(EXPERTS, None)
@@ -84,11 +84,11 @@ class ExpertProducts:
     """The packed experts of one layer."""
 
     def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
-        """``codes``: by parameter, the codes of each expert. An expert's codes are freed once it is packed."""
+        """``codes``: by parameter, the codes of each expert, which are freed when the expert is packed."""
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
-        self.codes = codes  # _packed frees the memory of these codes
+        self.codes = codes  # read first: `_packed` frees the codes
         self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
         for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
             own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
@@ -115,7 +115,7 @@ class ExpertProducts:
     def _multiplied(
         self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
     ) -> torch.Tensor:
-        """Return each group's rows multiplied by its expert's weights."""
+        """Return the rows of each group multiplied by its expert's weights. ``groups``: (expert, its rows in ``x``)."""
         out = torch.empty(len(x), columns, dtype=x.dtype)
         rows, kind, threads = array(x), activation or "none", torch.get_num_threads()
         if packed is self._downs and self._rank:
@@ -129,7 +129,7 @@ class ExpertProducts:
     def _multiply_with_ranks(
         self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
     ) -> None:
-        """Multiply with ranks: each row has one scale for all ranks, and integers are summed over ranks once."""
+        """Multiply if inputs are split among ranks: all ranks use one scale per row; their integer sums are added."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
         threads = torch.get_num_threads()
         for expert, own in groups:
@@ -145,7 +145,7 @@ class ExpertProducts:
 def integer_experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute quantized experts; see ``ExpertProducts.forward``. Unquantized experts do not use this function."""
+    """Compute quantized experts; see ``ExpertProducts.forward``. transformers calls this by its registered name."""
     products = experts.__dict__.get(PRODUCTS)
     compute = products.forward if products else experts_forward
     found: torch.Tensor = compute(experts, hidden_states, top_k_index, top_k_weights)
@@ -153,7 +153,7 @@ def integer_experts_forward(
 
 
 def _packed(codes: list[IntegerCodes]) -> list[Any]:
-    """Pack each expert, and free its plain codes at once."""
+    """Pack each expert's codes for the kernels, and free the unpacked codes at once."""
     threads, packed = torch.get_num_threads(), []
     for each in codes:
         packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))
@@ -164,7 +164,7 @@ def _packed(codes: list[IntegerCodes]) -> list[Any]:
 def _standing_for(
     packed: list[Any], codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
 ) -> PackedWeight:
-    """Return a stand-in without memory for the experts' parameter; it unpacks ``packed`` if it is read."""
+    """Return a parameter without memory in place of the experts'; reading its values unpacks ``packed``."""
 
     def unpack() -> torch.Tensor:
         each = zip(packed, codes, strict=True)
@@ -178,7 +178,7 @@ def _standing_for(
 
 
 def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Return the float32 sum over dim 1, in order. Its bits depend on no other row."""
+    """Return the float32 sum over dim 1, added in order, so that a row's bits do not depend on other rows."""
     total = parts[:, 0].float()
     for index in range(1, parts.shape[1]):
         total = total + parts[:, index].float()

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers in two calls: one product for gate and up; then activation, rotation and down's product.
+"""Gated feed-forward layers in two calls: a product for gate and up; then activation, rotation and down's product.
 
 The module's code is not changed. The module gets another ``forward`` if the two calls prove equal on random rows.
 """
@@ -25,7 +25,7 @@ class GatedLayers:
     """Replaces the ``forward`` of a model's gated layers, and can restore it."""
 
     def __init__(self, model: torch.nn.Module, linears: IntegerLinears) -> None:
-        """Replace the ``forward`` of each gated layer for which the two calls prove equal."""
+        """Replace the ``forward`` of each gated layer for which a trial shows that the two calls give the same rows."""
         self._linears = linears
         self._replaced: list[torch.nn.Module] = []
         self._forms: dict[tuple[object, ...], str | None] = {}
@@ -35,7 +35,6 @@ class GatedLayers:
 
     @property
     def num_layers(self) -> int:
-        """The number of replaced layers."""
         return len(self._replaced)
 
     def undo(self) -> None:
@@ -59,9 +58,9 @@ class GatedLayers:
             self._replaced.append(module)
 
     def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
-        """Return the product that gate and up share, and the product of down.
+        """Return (the product that gate and up share, the product of down); None if the module has no such products.
 
-        Return None unless these are integer products of fitting sizes, and the three layers have no hooks.
+        Their sizes must fit, and none of the three layers may have hooks, which the two calls would skip.
         """
         children = dict(module.named_children())
         for names in NAMES:
@@ -75,7 +74,7 @@ class GatedLayers:
         return None
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
-        """Return the activation for which two calls equal the module's own code; None if none does."""
+        """Return the activation with which two calls equal the module's own code; None if none does."""
         function: Any = getattr(module, "act_fn", getattr(module, "activation_fn", None))
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(first.dtype)
         try:

@@ -1,4 +1,4 @@
-"""The C++ integer products: chooses this process's instruction set, and proves it exact before use."""
+"""The C++ integer products: chooses an instruction set for this process, and tests that its products are exact."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PROOF_SHAPES = (*((width, num_rows) for width in (4, 18, 64) for num_rows in (*r
 
 @functools.cache
 def integer_isa() -> str:
-    """Return the fastest instruction set of this CPU whose products prove exact. Raise ModelLoadError if none does."""
+    """Return the fastest instruction set of this CPU whose products are exact. Raise ModelLoadError if none is."""
     use_openmp()
     limit = os.environ.get("FASTDECODE_ISA", "")
-    # Kernels that each FASTDECODE_ISA allows, which also limits R-workers; other values allow all
+    # By value of FASTDECODE_ISA, which R-workers read too: the kernels that it allows; other values allow all
     limited_to = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
     allowed = limited_to.get(limit, tuple(_sworker.integer_isas()))
     for isa in reversed(_sworker.integer_isas()):
@@ -43,14 +43,14 @@ def integer_isa() -> str:
 
 
 def use_openmp() -> None:
-    """Run the kernels on the threads of torch's OpenMP, if there is one."""
+    """Run the kernels on the threads that torch's OpenMP has, if torch uses OpenMP."""
     region = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if region is not None:
         _sworker.use_openmp(ctypes.cast(region, ctypes.c_void_p).value or 0)
 
 
 def is_exact(isa: str) -> bool:
-    """Return whether products with ``isa`` equal those of exact integers, also for the largest codes of either sign."""
+    """Return whether products with ``isa`` equal exact integer products, also for the largest codes of either sign."""
     return all(_is_exact(isa, width, num_rows) for width, num_rows in PROOF_SHAPES)
 
 
@@ -71,7 +71,7 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 
 
 def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
-    """Return the name of the kernels' activation that equals ``gated``; "" if none does.
+    """Return the name of the kernels' activation that computes the same as ``gated``; "" if none does.
 
     ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It contains no product, so all ranks find the same name.
     """
@@ -79,12 +79,12 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
     try:
         wanted = gated(rows).reshape(-1).abs()
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # a module of another form
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # ``gated`` is no activation of a gate and a value
         return ""
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
     for activation in ACTIVATIONS:
-        # these rows have one element, so a row's peak is the magnitude of its activation
+        # rows have one element, so ``find_peaks`` returns the magnitude of the activation itself
         one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)
         if equal_within_rounding(found.to(dtype), wanted):
             return activation
@@ -92,7 +92,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
 
 
 def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether at least three rows in four differ by no more than rounding.
+    """Return whether at least three rows in four differ only by rounding.
 
     If values round differently before they are quantized, a few rows get another code and differ by more.
     """

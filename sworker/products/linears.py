@@ -1,4 +1,4 @@
-"""A model's linear layers, quantized while it is loaded, and packed after ranks have cut them.
+"""A model's linear layers in int8: quantized while it is loaded, and packed after ranks have cut them.
 
 A layer's code is not changed. The layer gets another ``forward``; layers that read the same rows share one product.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as its codes exist.
 
-    ``published``: codes from the checkpoint, by weight name; they are used unchanged, without rotation.
+    ``published``: readers of codes in the checkpoint, by weight name. These codes are used unchanged, without rotation.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
@@ -60,7 +60,7 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
 
 
 def layers_with_cut_inputs(model: Any) -> set[str]:
-    """Return the names of the layers whose inputs are split among ranks, for any number of ranks."""
+    """Return the names of the layers whose inputs ranks split, or would split if there were ranks."""
     plan = dict(getattr(model, "tp_plan", None) or {}) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     styles = {name: plan.get(name) or plan.get(re.sub(r"\b\d+\b", "*", name)) or "" for name in names}
@@ -78,7 +78,8 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     kind: Any = type(module)
     if not multiplies_alone(kind):
         return False
-    # Layers with few outputs, such as routers, are fast but need precision. Sums over too many inputs can exceed int32.
+    # Layers with few outputs, such as routers, need precision and are fast anyway. Sums of more inputs can exceed
+    # int32.
     if module.out_features < 16 or module.in_features > 130_000:
         return False
     if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
@@ -89,14 +90,14 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
 
 
 def expert_counts(hf_config: Any) -> set[int]:
-    """Return the model's numbers of experts. A layer with so many outputs is a router."""
+    """Return the numbers of experts that the model's layers have. A linear layer with so many outputs is a router."""
     text_config = hf_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
 
 
 def num_attention_heads(hf_config: Any) -> int:
-    """Return the number of query heads, which ranks share."""
+    """Return the number of query heads, which are divided among ranks."""
     return int(getattr(hf_config.get_text_config(), "num_attention_heads", 1) or 1)
 
 
@@ -111,7 +112,7 @@ class IntegerLinears:
         """The product of each layer, by the layer's ``id()``."""
         for linears in list(_groups(model)):
             self._pack(linears)
-            return_free_memory()  # codes and packed codes would leave holes between each other
+            return_free_memory()  # otherwise memory would be fragmented by freed codes between packed ones
         if self.num_layers:
             logger.info("%d linear layers multiply integers", self.num_layers)
 
@@ -157,23 +158,25 @@ class IntegerProduct(SharedProduct):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the layers' rows."""
         return self._own_dtype
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs of all its layers."""
+        """The number of outputs of all layers together."""
         return sum(self._widths)
 
     def weight(self, index: int) -> torch.Tensor:
-        """See ``SharedProduct.weight``: the weight that the codes stand for."""
+        """See ``SharedProduct.weight``; the weight is made from the codes."""
         first = sum(self._widths[:index])
         own = slice(first, first + self._widths[index])
         codes = torch.from_numpy(self._weights.unpack())[own]
         return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """Return [..., outputs] for ``rows`` [..., inputs]; with an activation, gates come first, and then values."""
+        """Return [..., outputs] for ``rows`` [..., inputs].
+
+        With an activation, ``rows`` are the outputs of a gated layer's first product: gates, then values.
+        """
         x = as_rows(rows)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
         threads = torch.get_num_threads()
@@ -184,7 +187,10 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """Multiply with ranks: one scale per row for all ranks and one integer sum give the same bits as one rank."""
+        """Multiply if inputs are split among ranks. All ranks use one scale per row and add integer sums once.
+
+        So the bits are those of a single rank.
+        """
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
         peaks = torch.stack(rank.gather(peaks)).amax(0)
@@ -193,7 +199,7 @@ class IntegerProduct(SharedProduct):
         self._weights.scale(sums.numpy(), peaks.numpy(), out, self._isa, threads)
 
     def check(self, codes: torch.Tensor, num_outputs: int = 512) -> None:
-        """Raise ModelLoadError unless the sums of extreme and random rows are exact."""
+        """Raise ModelLoadError unless integer sums of extreme and random rows are exact for the first outputs."""
         rows = torch.randint(-127, 128, (16, self.width), generator=torch.Generator()).float()
         rows[0], rows[1], rows[2, ::2] = 127.0, -127.0, 127.0
         sums = torch.empty(len(rows), self.num_outputs, dtype=torch.int32)
@@ -215,7 +221,7 @@ class IntegerProduct(SharedProduct):
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every layer with codes, grouped with those that read the same rows."""
     seen: set[int] = set()
-    # Names of sibling layers that read the same rows; a shared product quantizes these rows once
+    # Names of sibling layers that read the same rows, which a shared product quantizes only once
     shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     for module in model.modules():
         children = dict(module.named_children())
@@ -232,7 +238,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 def _can_share(linears: Sequence[Any]) -> bool:
     """Return whether these layers can share a product.
 
-    All must have codes, the same input size and block size, all or no biases, and inputs that ranks do not split.
+    All need codes, equal input and block sizes, inputs that ranks do not split, and either all or no biases.
     """
     codes = [codes_of(linear) for linear in linears]
     kinds = {

@@ -1,4 +1,4 @@
-"""Small float products in one fixed order: routers and gates, whose rows get the same bits in any batch."""
+"""Float products that add in one fixed order, for routers and gates: a row's bits then do not depend on its batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastdecode.sworker.products.linears import expert_counts
 
 
 class OrderedWeight(torch.nn.Parameter):
-    """A weight [outputs, inputs] for which ``F.linear`` adds in one fixed order. Torch handles all other uses."""
+    """A weight [outputs, inputs] with which ``F.linear`` adds in a fixed order. Torch handles other functions."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> OrderedWeight:
-        """Return ``weight`` as an object of this class that shares its memory."""
+        """Return ``weight`` as an ``OrderedWeight`` that shares its memory."""
         ordered: OrderedWeight = torch.Tensor._make_subclass(cls, weight.detach(), False)
         return ordered
 
@@ -30,7 +30,7 @@ class OrderedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Handle every use of the parameter."""
+        """Compute ``F.linear`` by ``ordered_linear``, and any other function as torch does."""
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear and not kwargs and args[1].ndim == 2:
                 return ordered_linear(*args)
@@ -38,7 +38,7 @@ class OrderedWeight(torch.nn.Parameter):
 
 
 def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``F.linear`` computed in float32 in one order, rounded to the rows' dtype."""
+    """Return ``F.linear``, computed in float32 in a fixed order and rounded to the dtype of ``rows``."""
     x = rows.detach().reshape(-1, rows.shape[-1]).float().contiguous()
     out = torch.empty(len(x), len(weight))
     own = weight.detach().float().contiguous()
@@ -48,13 +48,13 @@ def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def order_products(model: torch.nn.Module, hf_config: Any) -> int:
-    """Make routers and small unquantized linear layers multiply in one order; return their number."""
+    """Give routers and small unquantized linear layers an ``OrderedWeight``; return how many there are."""
     counts, found = expert_counts(hf_config), 0
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
             continue
-        # Weights of more than 1 << 22 elements keep torch's product, which is much faster for them
+        # For more than 1 << 22 elements, torch's product is much faster, and is kept
         is_router = "Router" in type(module).__name__ or len(weight) in counts
         is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
         if (is_router or is_small) and weight.numel() <= 1 << 22 and weight.device.type == "cpu":

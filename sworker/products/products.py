@@ -1,4 +1,4 @@
-"""Integer products of a whole model: quantised while it is loaded, and packed once it is cut and placed."""
+"""Integer products of a whole model: quantized while it is loaded; packed when it is cut and placed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.sworker.products.ordered import order_products
 def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Give the linear layers and experts of ``model`` integer codes.
 
-    ``published``: the checkpoint's own codes. ``dtype``: the dtype of weights that a checkpoint has packed.
+    ``published``: the checkpoint's own codes. ``dtype``: that to which packed weights are first unpacked.
     """
     restore_linears(model, dtype)
     quantize_linears(model, hf_config, published)
@@ -29,7 +29,7 @@ def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any
 
 
 class IntegerProducts:
-    """The packed integer products of a quantised model, whose small float products multiply in one order."""
+    """Packs the integer products of a quantized model, and lets its small float products add in a fixed order."""
 
     def __init__(self, model: torch.nn.Module, hf_config: Any) -> None:
         self._model, self._linears = model, IntegerLinears(model)
@@ -37,7 +37,7 @@ class IntegerProducts:
             order_products(model, hf_config)
 
     def gated_layers(self) -> GatedLayers:
-        """Replace gated layers by two calls each; return the replaced layers."""
+        """Replace the ``forward`` of gated layers by two calls each; return an object that can restore them."""
         return GatedLayers(self._model, self._linears)
 
 
@@ -56,7 +56,7 @@ def restore_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def unpack_unquantized(model: torch.nn.Module) -> None:
-    """Give each linear layer that stays unquantized a plain weight in place of a packed one."""
+    """Unpack the weights of linear layers that stay unquantized."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, PackedWeight) and not codes_of(module):

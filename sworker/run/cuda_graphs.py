@@ -65,7 +65,7 @@ class GraphRecorder:
     def begin(self, pool: Any) -> Any:
         """Begin a capture in memory of ``pool``; return the graph, which has ``replay()`` after the capture."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads continue
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # R-workers' threads may call CUDA meanwhile
         return graph
 
     def end(self, graph: Any) -> None:
@@ -75,7 +75,7 @@ class GraphRecorder:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """Static rows of one attention call: q [rows, num_heads, query_dim], k, v, and o [rows, num_heads, …]."""
+    """Static rows of one attention call: q, k and v, which a graph writes, and o, which the next graph reads."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -85,7 +85,7 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """The model's captured forward over a fixed number of rows: one more graph than attention calls.
+    """The model's forward as graphs for a fixed number of rows: one before each attention call, and a last one.
 
     ``input_ids``, ``position_ids``: int64 [1, rows]; ``logits`` [rows, vocab].
     """
@@ -97,7 +97,7 @@ class CapturedForward:
     logits: torch.Tensor
 
     def replay(self, attend: Callable[[int, AttentionRows], None]) -> None:
-        """Compute ``logits`` from ``input_ids``; ``attend(layer, rows)`` fills ``rows.o``."""
+        """Compute ``logits`` from ``input_ids``. Between two graphs, ``attend(layer, rows)`` must fill ``rows.o``."""
         for layer, rows in enumerate(self.attention):
             self.graphs[layer].replay()
             attend(layer, rows)
@@ -105,7 +105,7 @@ class CapturedForward:
 
 
 class CudaGraphForward:
-    """One mini-batch's forward by graphs. To the pipeline it looks like a ``MiniBatchForward``."""
+    """One mini-batch's forward by graphs, with the interface of a ``MiniBatchForward``."""
 
     def __init__(self, mini_batch: int, packed: PackedRows, captured: CapturedForward, staging: Staging) -> None:
         self.mini_batch = mini_batch
@@ -114,7 +114,7 @@ class CudaGraphForward:
         self._packed, self._captured, self._staging = packed, captured, staging
 
     def _run(self) -> torch.Tensor:
-        """Return logits of every row, [num_rows, vocab]. Padding rows compute on values of earlier steps."""
+        """Return logits of every row, [num_rows, vocab]. Padding rows are unused, and keep values of earlier steps."""
         packed, captured = self._packed, self._captured
         width = packed.input_ids.shape[1]
         captured.input_ids[:, :width].copy_(packed.input_ids)
@@ -133,9 +133,9 @@ class CudaGraphForward:
 
 
 class ModelGraphs:
-    """The graphs of a model, by mini-batch and row count.
+    """The captured graphs of a model, by mini-batch and row count.
 
-    They are captured when the engine starts, as in vLLM: before steps are measured for the load limit, and before the
+    The engine captures graphs when it starts, as vLLM does: before it measures steps for the load limit, and before the
     prompt scratch gets the remaining memory.
     """
 
@@ -157,7 +157,7 @@ class ModelGraphs:
 
     @property
     def row_counts(self) -> list[int]:
-        """The captured row counts, smallest first; empty if the model runs without graphs."""
+        """The captured numbers of rows, smallest first; empty if the model runs without graphs."""
         return sorted(self._captured[0]) if self._captured else []
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> CudaGraphForward | None:
@@ -169,17 +169,17 @@ class ModelGraphs:
 
 
 class _Capture:
-    """Captures one mini-batch's graphs, which share static rows and a memory pool. ``forwards`` has the result."""
+    """Captures one mini-batch's graphs for all row counts, in one memory pool. ``forwards`` holds them by row count."""
 
     def __init__(self, code: ModelCode, recorder: GraphRecorder, counts: tuple[int, ...]) -> None:
         self._code, self._recorder, self._pool = code, recorder, recorder.pool()
         self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
-        # The largest row count first, so that smaller ones fit into its memory pool
+        # The largest row count comes first, so that smaller ones fit into the memory that it took
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
-        # Forwards before a capture, for library set-up that must not be captured (torch's manual: a few)
+        # Forwards before a capture, in which libraries do set-up work that must not be captured
         warm_ups = 3
         for _ in range(warm_ups):
             self._run(count, [], lambda rows: None)
@@ -200,7 +200,10 @@ class _Capture:
         return captured
 
     def _run(self, count: int, graphs: list[Any], attend: Callable[[AttentionRows], None]) -> CapturedForward:
-        """Run the model's forward over the first ``count`` static rows; call ``attend`` in its attention calls."""
+        """Run the model's forward over the first ``count`` static rows; call ``attend`` in each attention call.
+
+        ``graphs``: grows during a capture, one graph per attention call.
+        """
         input_ids, position_ids = (self._rows(name, count, (), torch.int64)[None] for name in ("ids", "positions"))
         attention: list[AttentionRows] = []
 
@@ -221,18 +224,18 @@ class _Capture:
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)
 
     def _kept(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` copied into static rows, so that no later segment reuses their memory."""
+        """Copy ``rows`` into static rows, so that no later segment reuses their memory; return the static rows."""
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` static rows of tensor ``name``. All layers with this shape share these rows."""
+        """Return the first ``count`` static rows for tensor ``name`` of this shape, which all layers share."""
         key = (name, *shape, dtype)
-        if key not in self._static:  # happens in the first warm-up, so never in a graph's memory pool
+        if key not in self._static:  # made in the first warm-up, so never in a graph's memory pool
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """Raise RuntimeError if the graphs differ from the model's own forward on other tokens than at capture."""
+        """Raise RuntimeError if the graphs' logits differ from the model's own, for other tokens than at capture."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]

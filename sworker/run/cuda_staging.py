@@ -1,4 +1,4 @@
-"""Staging of a model on a GPU: pinned buffers, copy streams and events, so that the thread never waits."""
+"""Staging of a model on a GPU: pinned buffers, copy streams and events. The thread never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ class CudaDevice:
 
 
 class CudaStaging:
-    """Staging of a model on a GPU: pinned buffers, and a stream for copies in each direction (down is to the host).
-
-    The thread never waits for the GPU.
+    """Staging of a model on a GPU: pinned buffers, and one stream for copies to the host (down), one for copies up.
 
     With two mini-batches, per layer::
 
@@ -84,7 +82,7 @@ class CudaStaging:
             transfer.phase = Phase.IDLE
 
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See ``Staging.send``. First submits rows of other mini-batches whose copies to the host have ended."""
+        """See ``Staging.send``. First submit rows of other mini-batches that have reached the host."""
         for transfer in self._transfers.values():
             transfer.poll()
         if mini_batch not in self._transfers:
@@ -92,7 +90,7 @@ class CudaStaging:
         self._transfers[mini_batch].send(layer, q, k, v)
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """See ``Staging.next_ready``. Waits by polling, and advances all mini-batches under way meanwhile."""
+        """See ``Staging.next_ready``. Poll all ``mini_batches``, and submit the rows that have reached the host."""
         polls = 0
         while not (ready := [each for each in mini_batches if self._transfers[each].poll()]):
             polls += 1
@@ -101,19 +99,19 @@ class CudaStaging:
         return ready[0]
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``. The compute stream may use o although its copy may not have ended."""
+        """See ``Staging.collect``. The compute stream waits until o is copied, so later work on it may read o."""
         return self._transfers[mini_batch].receive()
 
     def mark(self) -> None:
         self._stopwatch.mark()
 
     def device_seconds(self) -> float | None:
-        """See ``Staging.device_seconds``. Call it at the end of a step, since it waits for the last mark."""
+        """See ``Staging.device_seconds``. Call this at the end of a step, since it waits for the last mark."""
         return self._stopwatch.seconds()
 
 
 class Phase(Enum):
-    """The stage of a mini-batch's rows between the device and the R-workers."""
+    """The stages of a mini-batch's rows on their way between the device and the R-workers."""
 
     IDLE = "the model computes"
     SENDING = "on their way down to the host"
@@ -124,8 +122,8 @@ class Phase(Enum):
 class _Transfer:
     """One mini-batch's buffers, events and phase.
 
-    A buffer keeps its address as long as the rows fit, so that CUDA graphs can be captured between attention calls.
-    No buffer needs ``record_stream``. A send begins only after the compute stream was told to wait for the previous o.
+    A buffer keeps its address as long as the rows fit, so that CUDA graphs can be captured between attention calls. No
+    buffer needs ``record_stream``. A send begins only after the compute stream was told to wait for the previous o.
     That o's copy up was queued only after the previous send had ended. So no stream still uses memory that a send
     overwrites. (Late copies of an abandoned step are not read.)
     """
@@ -140,14 +138,14 @@ class _Transfer:
         self._rows: list[torch.Tensor] = []
 
     def send(self, layer: int, *qkv: torch.Tensor) -> None:
-        """Gather q, k, v in one buffer on the device, and queue its copy down."""
+        """Gather q, k and v in one buffer on the device, and queue a copy of this buffer to the host."""
         self._layer, self._dtype = layer, qkv[0].dtype
         shapes = [rows.shape for rows in qkv]
         sizes = [rows.numel() for rows in qkv]
         gathered = self._qkv.room(sum(sizes), self._dtype)
         landing = self._pinned_qkv.room(sum(sizes), self._dtype)
-        # Allocate before `computed`, since the up stream must not write memory that the compute stream still reads.
-        # If values are the first dims of keys, no values are sent, and o is no wider than keys.
+        # o's buffer is made before `computed`, since the up stream must not write memory that the compute stream still
+        # reads. A row of o has the width of values; if no values are sent, keys contain them and are as wide.
         self._o.room(shapes[0][0] * shapes[0][1] * (shapes[2][2] or shapes[1][2]), self._dtype)
         for part, rows in zip(gathered.split(sizes), qkv, strict=True):
             part.view(rows.shape).copy_(rows)
@@ -159,7 +157,7 @@ class _Transfer:
         self.phase = Phase.SENDING
 
     def poll(self) -> bool:
-        """Advance as far as possible without waiting; return True when o can be collected."""
+        """Submit the rows if they have reached the host; return whether o can be collected."""
         if self.phase is Phase.SENDING and self._sent.query():
             self._backend.submit(self._mini_batch, self._layer, *map(to_numpy, self._rows))
             self.phase = Phase.ATTENDING
@@ -168,7 +166,7 @@ class _Transfer:
         return self.phase is Phase.READY
 
     def receive(self) -> torch.Tensor:
-        """Queue o's copy up, and make the compute stream wait for it, not the thread."""
+        """Queue the copy of o to the device. The compute stream waits for the copy; the thread does not."""
         o = from_numpy(self._backend.collect(self._mini_batch), self._dtype)
         if not self._gpu.is_pinned(o):
             o = self._pinned_o.room(o.numel(), self._dtype).view(o.shape).copy_(o)
@@ -188,14 +186,14 @@ class _Buffer:
         self._memory = torch.empty(0)
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer's first ``count`` elements. If the buffer must grow, its content is lost."""
+        """Return the buffer's first ``count`` elements. A buffer that grows loses its content."""
         if len(self._memory) < count or self._memory.dtype != dtype:
             self._memory = self._allocate(max(count, 2 * len(self._memory)), dtype)
         return self._memory[:count]
 
 
 class _Stopwatch:
-    """Device time between pairs of marks on the compute stream, read once per step, so that no layer waits."""
+    """Measures the device's time between pairs of marks on the compute stream; it is read only once per step."""
 
     def __init__(self, gpu: CudaDevice) -> None:
         self._gpu = gpu
@@ -214,7 +212,7 @@ class _Stopwatch:
         self._count += 1
 
     def seconds(self) -> float:
-        """Return Σ (second mark − first mark) over the pairs since ``restart``; this waits for the last mark."""
+        """Return the sum of the times between first and second marks since ``restart``; wait for the last mark."""
         marks = self._events[: self._count]
         if marks:
             marks[-1].synchronize()

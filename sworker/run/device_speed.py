@@ -1,4 +1,4 @@
-"""The speed of this machine's device, measured within seconds: products, reading, and the link to the host."""
+"""The speed of this machine's GPU or CPU, measured within seconds: products, memory, and copies to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Measured rates per second. ``host_bytes_per_second``: copies between device and host, in one direction."""
+    """Measured rates. ``host_bytes_per_second``: copies between device and host, in one direction."""
 
     name: str
     is_gpu: bool
@@ -47,7 +47,7 @@ def measure_device(multiplies_int8: bool = False) -> DeviceSpeed:
         flops, reading = _integer_flops() if multiplies_int8 else _flops(device), _read_rate(device)
     finally:
         torch.set_num_threads(before)
-    # Rate of the link to R-workers in the same process, where nothing is copied
+    # Bytes per second to R-workers in this process: practically unlimited, since nothing is copied
     inproc_bytes_per_second = 1e12
     return DeviceSpeed(cpu_name(), False, flops, reading, inproc_bytes_per_second, float(available_memory_bytes()))
 
@@ -59,7 +59,10 @@ def _flops(device: torch.device) -> float:
 
 
 def _integer_flops() -> float:
-    """Return twice the multiply-adds per second of an int8 linear layer on the CPU, whose rows are quantized too."""
+    """Return the operations per second (two per multiply-add) of an int8 linear layer on the CPU.
+
+    The time includes the quantization of rows.
+    """
     size = 1024
     linear = torch.nn.Linear(size, size, bias=False, dtype=torch.bfloat16)
     product = IntegerProduct([linear], [quantized(linear.weight, block_of(size, 1, False))])
@@ -68,7 +71,7 @@ def _integer_flops() -> float:
 
 
 def _read_rate(device: torch.device) -> float:
-    """Return the bytes per second that a sum reads. Like products with few rows, it writes almost nothing."""
+    """Return the bytes per second that the device reads from memory. A sum is timed, since it writes almost nothing."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.numel() * 4 / _median_seconds(numbers.sum, device)
 
@@ -80,7 +83,6 @@ def _copy_seconds(device: torch.device) -> float:
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of ``work``, after one warm-up run."""
     seconds = []
     repeats = 5
     for _ in range(repeats + 1):

@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class GpuState:
-    """The GPU that torch finds. ``name``: "" without a GPU; then ``no_gpu`` is torch's reason.
+    """The GPU that torch finds. ``name``: "" without one. ``no_gpu``: the reason why there is none.
 
-    ``pinned_error``: "" if pinned memory works.
+    ``pinned_error``: the reason why pinned memory does not work; "" if it works.
     """
 
     torch_version: str
@@ -26,7 +26,7 @@ class GpuState:
 
 
 def gpu_state() -> GpuState:
-    """Return the GPU that torch finds, and the packages for GPUs that are not installed."""
+    """Return the state of the GPU that torch finds, with the GPU packages that are not installed."""
     version, cuda = torch.__version__, torch.version.cuda or torch.version.hip or ""
     if not torch.cuda.is_available():
         return GpuState(version, cuda, no_gpu=_why_no_gpu())
@@ -36,7 +36,6 @@ def gpu_state() -> GpuState:
 
 
 def _why_no_gpu() -> str:
-    """Return the first sentence of torch's error, such as that the driver is too old; "" if torch raises none."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -45,7 +44,6 @@ def _why_no_gpu() -> str:
 
 
 def _pinned_error() -> str:
-    """Return why pinned memory does not work; "" if data copied through it is unchanged."""
     try:
         host = torch.full((64 << 20,), 7, dtype=torch.uint8).pin_memory()
         there = host.to("cuda", non_blocking=True)

@@ -1,4 +1,4 @@
-"""The pipeline: k mini-batches take turns on the S-worker while R-workers compute their attention.
+"""The pipeline: k mini-batches take turns on the S-worker, and R-workers compute attention of the waiting ones.
 
 Attention is the await point: a model's attention call leaves its greenlet, and returns with o. transformers looks up
 attention functions by name in a process-wide table, so the function registered here has no state. The calling greenlet,
@@ -31,8 +31,8 @@ ATTENTION_NAME = "fastdecode"
 class ModelGreenlet(greenlet):
     """A greenlet that runs a model's forward.
 
-    ``attend`` answers its attention calls. ``convolution``: the forward's last one, until the next recurrence uses it
-    (`states.py`).
+    ``attend`` answers its attention calls. ``convolution``: the last convolution that the forward called, kept until
+    the next recurrence uses it (`states.py`).
     """
 
     def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ def register_attention() -> None:
 
 
 class MiniBatchForward:
-    """A forward of the model over packed rows in its own greenlet; it pauses at every attention call."""
+    """A forward of the model over packed rows in its own greenlet, which pauses at every attention call."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class MiniBatchForward:
         calls: Calls = DENSE,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Send q, k, v; attend prompt chunks here; pause until R-workers answer; return o [1, T, heads, dim]."""
+        """Send q, k, v; attend prompt chunks meanwhile; pause until R-workers answer; return o [1, T, heads, dim]."""
         num_rows = self.packed.num_rows
         q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
         self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
@@ -125,7 +125,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
-        """Return o of all rows in packed order: R-workers' rows and prompts' rows; rows of padding are zero."""
+        """Return o of all rows in packed order. ``remote``: R-workers' rows; ``prompts``: each chunk's rows."""
         if len(remote) == num_padded_rows:
             return remote[None]
         o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
@@ -143,14 +143,14 @@ class Forward(Protocol):
 
     @property
     def own_greenlet(self) -> greenlet:
-        """The greenlet of the forward. The pipeline switches to it, with o from the second time on."""
+        """The forward's greenlet. The pipeline switches to it: first without arguments, later with o."""
 
 
 class Graphs(Protocol):
     """Captured graphs of a model's decodes (``ModelGraphs``)."""
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> Forward | None:
-        """Return a forward of ``packed`` by graphs; None if no captured graphs fit these rows."""
+        """Return a forward of ``packed`` that replays graphs; None if no captured graphs fit these rows."""
 
 
 class Pipeline:
@@ -164,10 +164,10 @@ class Pipeline:
         cores: SharedCores | None = None,
         in_order: bool = False,
     ) -> None:
-        """``staging``: the staging of the forwards; by default, the staging for a model on the CPU.
+        """Keep the arguments, and make the staging for a model on the CPU if ``staging`` is None.
 
-        ``cores``: given only for a model on the CPU, since queueing a GPU's work loses no time to a busy core.
-        ``in_order``: mini-batches resume in turn, whichever o is there first. Ranks need one order, since their layers
+        ``cores``: given only for a model on the CPU, since a busy core does not slow down the queueing of a GPU's work.
+        ``in_order``: mini-batches resume in a fixed order, not as their o arrive. Ranks need this, since their layers
         wait for each other.
         """
         self.staging = staging or HostStaging(backend)
@@ -233,9 +233,9 @@ class Pipeline:
             paused.append(forward)
 
     def _next(self, paused: deque[Forward]) -> Forward:
-        """Remove and return the longest paused mini-batch whose o can be collected.
+        """Remove a mini-batch from ``paused`` and return it: the one paused longest of those whose o can be collected.
 
-        If no o is there, return the longest paused mini-batch; the caller then waits for its o.
+        If there is none, take the one paused longest; the caller then waits for its o.
         """
         waiting = [forward.mini_batch for forward in paused]
         mini_batch = self.staging.next_ready(waiting[:1] if self.in_order else waiting)

@@ -1,4 +1,4 @@
-"""Attention of prompt chunks by torch on the model's device; keeps their keys and values, and the picks of indexes."""
+"""Prompt chunks' attention by torch on the model's device, with the keys, values and indexes' picks that it needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class PromptScratch:
         self._picked: dict[int, torch.Tensor] = {}
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Forget the picks of indexes."""
         self._picked.clear()
 
     def attend(
@@ -43,7 +42,7 @@ class PromptScratch:
         """Do nothing."""
 
     def abandon_step(self) -> None:
-        """Do nothing, since recomputed rows overwrite the rows of the abandoned step."""
+        """Do nothing: rows that are computed again overwrite those of the abandoned step."""
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PromptRows) -> torch.Tensor:
         if self._rounds:
@@ -51,7 +50,7 @@ class PromptScratch:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if isinstance(spec, Index):  # an index's picks are for later layers
+        if isinstance(spec, Index):  # the next layers use the picks
             self._picked[sequence_id] = picked(q, k, spec)
             return q.new_zeros((len(q), *spec.row_shapes[3]))
         if not isinstance(spec, Attending):
@@ -63,7 +62,7 @@ class PromptScratch:
     def extend(
         self, sequence_id: int, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store rows from position ``start`` on; return all keys and values of the sequence up to the last of them."""
+        """Store rows from position ``start`` on; return all keys and values of the sequence that are kept now."""
         layers, end = self._kept.setdefault(sequence_id, {}), start + len(k)
         keys, values = layers.get(layer, (k[:0], v[:0]))
         if len(keys) < end:
@@ -73,7 +72,6 @@ class PromptScratch:
         return keys[:end], values[:end]
 
     def forget(self, sequence_id: int) -> None:
-        """Free the keys and values that are kept for sequence ``sequence_id``, if any."""
         self._kept.pop(sequence_id, None)
 
     @property
@@ -82,7 +80,7 @@ class PromptScratch:
 
 
 def _grown(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return ``rows`` copied into a tensor for ``num_rows``. It at least doubles, so that few chunks cause a copy."""
+    """Return a copy of ``rows`` with space for ``num_rows``. Space at least doubles, so few chunks cause a copy."""
     grown = rows.new_empty((max(num_rows, 2 * len(rows)), *rows.shape[1:]))
     grown[: len(rows)] = rows
     return grown

@@ -1,4 +1,4 @@
-"""Prompt attention on the S-worker: a chunk attends over prompt tokens that the S-worker still holds.
+"""Prompt attention on the S-worker: a chunk attends over prompt tokens whose keys the S-worker still holds.
 
 On a CPU an R-worker's kernels compute it, over a cache in the S-worker's process. So a token gets the same bits as on
 an R-worker, however its prompt is cut into chunks; torch would also be slower. On a GPU torch's attention computes it.
@@ -23,10 +23,10 @@ from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
 
 class Sight(NamedTuple):
-    """The tokens that a query sees: itself and all earlier ones.
+    """The rule that says which tokens a query sees. Without a window, these are its own and all earlier ones.
 
-    A ``window`` other than 0 limits them to the last ``window`` tokens, the query's own included. If ``chunked``, it
-    instead limits them to the query's own block, where blocks are of ``window`` tokens each.
+    A ``window`` other than 0 limits them to the last ``window`` tokens, the query's own included. If ``chunked``,
+    positions are instead divided into blocks of ``window`` tokens, and a query sees its own block up to its own token.
     """
 
     window: int = 0
@@ -41,7 +41,7 @@ class Sight(NamedTuple):
 
 
 def causal_mask(num_rows: int, num_keys: int, sight: Sight, device: torch.device) -> torch.Tensor:
-    """Return bool [num_rows, num_keys], True if a query sees a key: causal, aligned bottom-right."""
+    """Return bool [num_rows, num_keys], True if a query sees a key: causal, with the last query at the last key."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     return sight.sees(query_positions, torch.arange(num_keys, device=device)[None, :])
 
@@ -57,12 +57,12 @@ MASK_ELEMENTS = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def slopes_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """Return the layer's ALiBi slopes, float32 [num_heads], copied to a device once."""
+    """Return the layer's ALiBi slopes, float32 [num_heads], cached on ``device``, since a copy makes the host wait."""
     return torch.tensor(layer.alibi_slopes, device=device)
 
 
 def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.device) -> torch.Tensor:
-    """Return float32 [num_heads, num_rows, num_keys]: slope · (position of the key - position of the query)."""
+    """Return the ALiBi bias, float32 [num_heads, num_rows, num_keys]: slope · (key position - query position)."""
     query_positions = torch.arange(num_keys - num_rows, num_keys, device=device)[:, None]
     distances = torch.arange(num_keys, device=device)[None, :] - query_positions
     return slopes_on(layer, device)[:, None, None] * distances
@@ -70,7 +70,7 @@ def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.dev
 
 @functools.lru_cache(maxsize=1024)
 def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """Return the layer's sinks, float32 [num_heads], copied to a device once, since each copy makes the host wait."""
+    """Return the layer's sinks, float32 [num_heads], cached on ``device``, since a copy makes the host wait."""
     return torch.tensor(layer.sinks, device=device)
 
 
@@ -85,7 +85,7 @@ def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tenso
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return prompt attention by plain float32 operations: window, soft cap, ALiBi and sinks. This is the oracle.
+    """Return prompt attention by plain float32 operations, with all rules of a layer; tests compare others with it.
 
     ``q`` [rows, num_heads, key_head_dim]; ``k`` and ``v`` [keys, num_kv_heads, …], the rows' own keys last. The result
     is [rows, num_heads, value_head_dim] in q's dtype. ``seen``: an index's picks, bool [1 or num_kv_heads, rows, keys].
@@ -110,7 +110,7 @@ def reference_attention(
 
 
 def rows_by_head(rows: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """Return ``rows`` [rows, num_heads or num_kv_heads, dim] as torch's kernel needs them, [1, num_heads, rows, dim].
+    """Return ``rows`` [rows, num_heads or num_kv_heads, dim] in the form of torch's kernel, [1, num_heads, rows, dim].
 
     A single KV head, such as that of latents, is not copied per query head.
     """
@@ -123,10 +123,11 @@ def rows_by_head(rows: torch.Tensor, layer: Attending) -> torch.Tensor:
 
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tensor:
-    """Attend as :func:`reference_attention` does, by torch's fused kernel if the layer has no soft cap and no sinks.
+    """Attend as :func:`reference_attention` does, but by torch's fused kernel if the layer has no soft cap or sinks.
 
-    The kernel's ``is_causal`` is aligned top-left, which is right only for a prompt's first chunk. Later chunks,
-    windows and ALiBi get an explicit mask. Their rows are split into groups, since the kernel computes masked keys too.
+    The kernel's ``is_causal`` puts the first query at the first key, which is right only for a prompt's first chunk.
+    Later chunks, windows and ALiBi get an explicit mask. Their rows are split into groups, since the kernel computes
+    masked keys too.
     """
     if layer.soft_cap or layer.sinks:
         return reference_attention(q, k, v, layer)
@@ -146,14 +147,13 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
-    """Return how many rows attend together: fewer if each head has its own mask."""
-    # Number of a later chunk's rows that attend together: to all earlier keys, and under a mask to each other's keys
+    """Return how many rows share one mask: fewer with ALiBi, whose masks differ by head."""
+    # Rows of a later chunk that attend together, over all earlier keys and, masked, over each other's keys
     tile_rows = 256
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else tile_rows
 
 
 def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> torch.Tensor:
-    """Return the keys that the last positions see: bool [num_rows, keys], or a bias [num_heads, num_rows, keys]."""
     seen = causal_mask(num_rows, num_keys, sight_of(layer), q.device)
     if not layer.alibi_slopes:
         return seen
@@ -162,7 +162,7 @@ def _mask(num_rows: int, num_keys: int, layer: Attending, q: torch.Tensor) -> to
 
 
 class PromptAttention(Protocol):
-    """Attends the prompt chunks that run on the S-worker, and keeps their keys and values for later chunks.
+    """The interface that attends prompt chunks on the S-worker, and keeps their keys and values for later chunks.
 
     The scheduler limits the number of kept tokens (``--prefill-scratch``).
     """
@@ -201,7 +201,7 @@ class PromptCache:
     over_latents = False
 
     def __init__(self, backend: AttentionBackend) -> None:
-        """``backend``: one R-worker, opened for the model's layout."""
+        """``backend``: a single R-worker, which was opened for the model's layout."""
         self._backend = backend
         self._kept: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -209,7 +209,7 @@ class PromptCache:
         self._in_step = False
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """See ``PromptAttention.begin_step``. The R-worker gets no step if nothing attends here or is to be freed.
+        """See ``PromptAttention.begin_step``. Without chunks, and without sequences to free, the R-worker gets no step.
 
         Kept tokens at or after a chunk's first position are dropped: the prompt has restarted, or a step failed.
         """
@@ -250,7 +250,7 @@ class PromptCache:
             self._backend.abandon_step()
 
     def forget(self, sequence_id: int) -> None:
-        """See ``PromptAttention.forget``. The blocks are free from the next step on."""
+        """See ``PromptAttention.forget``. The next step frees the sequence's blocks."""
         if sequence_id in self._kept:
             del self._kept[sequence_id]
             self._unwanted.append(sequence_id)
@@ -261,7 +261,7 @@ class PromptCache:
 
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
-    """Return the chunks that attend on the S-worker, as SPAN records with ATTEND."""
+    """Return the chunks that attend on the S-worker as SPAN records, for its own R-worker."""
     chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
     spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
     for name in ("sequence_id", "context_len", "num_rows"):
@@ -270,7 +270,6 @@ def _spans(mini_batch: MiniBatch) -> np.ndarray:
 
 
 def _taken(tensor: torch.Tensor, rows: Sequence[PromptRows]) -> torch.Tensor:
-    """Return the rows of ``tensor`` that belong to the chunks ``rows``, concatenated."""
     return tensor[rows[0].rows] if len(rows) == 1 else torch.cat([tensor[each.rows] for each in rows])
 
 

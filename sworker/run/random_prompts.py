@@ -1,4 +1,4 @@
-"""An S-worker that computes nothing, for measurements that need full caches without computing prompts."""
+"""An S-worker without a model, for measurements that need full caches quickly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
 
 class RandomPrompts(SWorker):
-    """An S-worker that sends random q, k and v, and always samples token 1. All ranks of a model do the same."""
+    """An S-worker that sends random q, k and v, and samples token 1 only. Every rank of tensor parallelism does so."""
 
     def run(
         self,
@@ -53,7 +53,7 @@ class RandomPrompts(SWorker):
 
 
 def _random_rows(rng: np.random.Generator, num_rows: int, shape: tuple[int, int], layout: KVLayout) -> np.ndarray:
-    """Return [num_rows, *shape] in the wire's dtype, repeating a few random rows."""
+    """Return random rows, [num_rows, *shape], in the wire's dtype; after some 1,000 the same rows repeat."""
     random_rows = 1024
     few = to_wire(rng.standard_normal((min(num_rows, random_rows), *shape), dtype=np.float32), layout.model_dtype)
     return np.resize(few, (num_rows, *shape)) if num_rows > len(few) else few

@@ -1,4 +1,4 @@
-"""The S-worker: everything of the model except attention, from a scheduled step to sampled tokens."""
+"""The S-worker: from a scheduled step to sampled tokens, with all of the model but attention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 
 
 class SWorker:
-    """The model with its prompt scratch, staging buffers, pipeline, and CUDA graphs once captured.
+    """Runs the model for scheduled steps, by the pipeline or by CUDA graphs, and samples.
 
     ``taps``: the queries that were kept during the last step.
     """
@@ -56,10 +56,11 @@ class SWorker:
         lead: Lead | None = None,
         in_order: bool = False,
     ) -> None:
-        """``cores``: shared with another S-worker of this process; the two take turns on them.
+        """Keep the arguments and make staging and pipeline.
 
-        ``prompts``: computes attention of prompts on the S-worker; torch by default. ``lead``: lets the other ranks
-        compute a step. ``in_order``: see ``Pipeline``.
+        ``cores``: a ``SharedCores`` of another S-worker of this process, if the two take turns. ``prompts``: computes
+        attention of prompts on the S-worker; by default torch does. ``lead``: lets the other ranks compute a step too.
+        ``in_order``: see ``Pipeline``.
         """
         self.code = code
         self.layout = layout
@@ -77,14 +78,14 @@ class SWorker:
         self.taps = QueryTaps((), self.device)
 
     def beside(self, code: ModelCode, layout: KVLayout, backend: AttentionBackend, lead: Lead | None = None) -> SWorker:
-        """Return an S-worker for another model that computes between this one's steps, with the same threads and clock.
+        """Return an S-worker for another model, such as a draft model, which runs between this one's steps.
 
-        ``lead``: lets the other ranks compute a step, if ranks share the other model too.
+        Both use the same threads and clock. ``lead``: lets the other ranks compute a step of the other model too.
         """
         return SWorker(code, layout, backend, self.clock, self._cores, lead=lead, in_order=self.pipeline.in_order)
 
     def capture_graphs(self, num_mini_batches: int, max_num_seqs: int) -> None:
-        """Compute decodes by CUDA graphs from now on, if the model runs on a GPU and can be captured."""
+        """Capture CUDA graphs for decodes, and use them from now on, if the model runs on a GPU and can be captured."""
         recorder = make_recorder(self.device)
         if recorder is not None:
             max_rows = -(-max_num_seqs // num_mini_batches)
@@ -100,10 +101,10 @@ class SWorker:
     ) -> dict[int, list[SampledToken]]:
         """Compute ``step`` and sample: one token per sampling row, for each sequence in ``sampling``.
 
-        A prompt that grows into several sequences has several rows over the same logits. A sequence with draft tokens
-        has a row for each of its logits, the next token's first. ``arrived``: logits of prompts that prefill workers
-        have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``: prompts whose log-probabilities
-        are wanted; ``prompt_scores`` returns them. The backend's step must have begun.
+        If a prompt grows into several sequences, each has a sampling row for the same logits. A sequence with draft
+        tokens has a sampling row for each of its logits, the next token's first. ``arrived``: logits of prompts that
+        prefill workers have computed, [vocab_size] in the model's dtype, to be sampled too. ``scored``: prompts whose
+        log-probabilities were requested; ``prompt_scores`` returns them. The backend's step must have begun.
         """
         before = dict(self.clock.seconds)
         with torch.inference_mode():
@@ -126,13 +127,13 @@ class SWorker:
         return tokens
 
     def follow(self, step: ScheduledStep, overlap: bool) -> None:
-        """Compute this rank's part of ``step``; rank 0 samples from the logits."""
+        """Compute this rank's part of ``step``; only rank 0 samples."""
         with torch.inference_mode():
             self._run_here(step, self.forwards(step), overlap)
         self._forget_finished_prompts(step)
 
     def score(self, step: ScheduledStep) -> torch.Tensor:
-        """Return log-probabilities of the next tokens in the step's one scored chunk: float32 [num_tokens - 1]."""
+        """Return log-probabilities of the tokens in the step's single chunk, except the first: float32 [tokens - 1]."""
         (mini_batch,) = step.mini_batches
         with torch.inference_mode():
             (logits,) = self._run(step, self.forwards(step))
@@ -144,7 +145,6 @@ class SWorker:
         self.prompts.forget(sequence_id)
 
     def _run(self, step: ScheduledStep, forwards: Sequence[Forward], overlap: bool = True) -> list[torch.Tensor]:
-        """Run ``forwards`` with prompts that attend on the S-worker; return each mini-batch's logits."""
         with self._lead(step, overlap) if self._lead else contextlib.nullcontext():
             return self._run_here(step, forwards, overlap)
 
@@ -171,7 +171,7 @@ class SWorker:
         ]
 
     def _forward(self, mini_batch: int, packed: PackedRows) -> Forward:
-        """Return a forward by CUDA graphs if they fit, else by the model's own code."""
+        """Return a forward that replays CUDA graphs if they fit, else one that runs the model's own code."""
         captured = self.graphs and self.graphs.forward(mini_batch, packed, self.staging)
         return captured or MiniBatchForward(mini_batch, packed, self.code, self.backend, self.prompts, self.staging)
 
@@ -201,13 +201,12 @@ class SWorker:
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:
-        """Return numpy logits as [1, vocab_size] on the model's device."""
         return from_numpy(logits, TORCH_DTYPE[self.layout.model_dtype])[None].to(self.device)
 
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
-        """Count the GPU's compute time since ``before`` as model time, and the rest of the pipeline's time as waiting.
+        """Count the GPU's compute time as model time, and the remaining time since ``before`` as waiting.
 
-        The thread only launches work, mostly ahead of the GPU, so its own times say little.
+        The thread's own times say little, since it mostly queues work that the GPU computes later.
         """
         seconds = self.clock.seconds
         spent = sum(seconds[state] - before[state] for state in (MODEL, WAIT))

@@ -1,4 +1,4 @@
-"""The rows of a mini-batch: packed for the model; then q, k and v are staged for R-workers, and o is staged back."""
+"""The rows of a mini-batch, packed for the model; and staging, which moves q, k, v to R-workers and o back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The place in the packed rows of a prompt chunk that attends on the S-worker."""
+    """A prompt chunk that attends on the S-worker; ``rows``: its rows among the packed ones."""
 
     sequence_id: int
     rows: slice
@@ -27,10 +27,10 @@ class PromptRows:
 
 
 class Tap(Protocol):
-    """The interface of an object that keeps queries of a mini-batch's rows."""
+    """Keeps the queries of some rows of a mini-batch."""
 
     def take(self, layer: int, q: torch.Tensor) -> None:
-        """Copy the wanted rows of ``q``, [rows, num_heads, query_dim], before its memory is reused."""
+        """Copy the rows to keep from ``q``, [rows, num_heads, query_dim], before its memory is reused."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class PackedRows:
     """One mini-batch, ready for the model.
 
     ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the
-    ``num_sampled`` rows whose logits are wanted, then padding (none if no row is wanted). ``attending_rows``: selects,
-    among the first ``num_rows`` rows, those that attend on R-workers. ``tap``: keeps the queries of some rows.
+    ``num_sampled`` rows that need logits, then padding (empty if no row needs them). ``attending_rows``: selects, among
+    the first ``num_rows`` rows, those that attend on R-workers. ``tap``: keeps the queries of some rows.
     """
 
     input_ids: torch.Tensor
@@ -53,7 +53,7 @@ class PackedRows:
 
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
-    """Return the packed chunks of a mini-batch, in the order in which R-workers get their rows.
+    """Return the chunks of a mini-batch as packed rows, in the order in which R-workers get them.
 
     ``least_rows``: forwards with fewer rows are padded to this number.
     """
@@ -95,19 +95,19 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned tensor's memory until the copy has ended, so no reference to it is needed
+    # torch keeps the pinned memory until the copy ends
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the rows whose logits are wanted: the last of a sampling chunk, and all of a scored chunk."""
+    """Return the rows that need logits: the last row of a sampling chunk, and all rows of a scored chunk."""
     wanted = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
     return np.flatnonzero(wanted)
 
 
 def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
-    """Return a slice if the attending rows come first (always with one R-worker), else their indices."""
+    """Return the rows that attend on R-workers: as a slice if they come first, else as indices."""
     attends = np.repeat(chunks["attends"], chunks["num_rows"])
     count = int(attends.sum())
     return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
@@ -144,22 +144,22 @@ class Staging(Protocol):
         """Start sending q [attending rows, num_heads, dim], k and v [rows, num_kv_heads, …], of any strides."""
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """Return the first of ``mini_batches`` whose o can be collected; else one whose o the caller waits for.
+        """Return the first of ``mini_batches`` whose o can be collected, else one for whose o ``collect`` waits.
 
-        R-workers are computing for all of ``mini_batches``.
+        R-workers compute for all of ``mini_batches``.
         """
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """Return o, [attending rows, num_heads, value_head_dim]; valid until ``send``.
+        """Return o, [attending rows, num_heads, value_head_dim], which stays valid until ``send``.
 
-        It has the model's dtype, or an integer dtype with the same bits.
+        Its dtype is the model's, or an integer dtype with the same bits.
         """
 
     def mark(self) -> None:
-        """Record the time at the beginning or end of some model code, by the device's clock if it has one."""
+        """Mark, on the device's clock if it has one, that model code begins or ends here."""
 
     def device_seconds(self) -> float | None:
-        """Return the time between this step's pairs of marks; None if the thread's own clock measures it."""
+        """Return the sum of times between marked begins and ends in this step; None if the device has no own clock."""
 
 
 class HostStaging:
@@ -175,11 +175,11 @@ class HostStaging:
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:
-        """See ``Staging.next_ready``. The waiting is in ``collect``."""
+        """See ``Staging.next_ready``. Only ``collect`` waits."""
         return next(filter(self._backend.ready, mini_batches), mini_batches[0])
 
     def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``. The result is the backend's memory."""
+        """See ``Staging.collect``. The result shares the backend's memory."""
         return torch.from_numpy(self._backend.collect(mini_batch))
 
     def mark(self) -> None:
@@ -190,7 +190,7 @@ class HostStaging:
 
 
 class QueryTap:
-    """Keeps the queries of some rows of one mini-batch, layer by layer, on the model's device."""
+    """Keeps some rows' queries of one mini-batch, layer by layer, on the model's device."""
 
     def __init__(self, rows: np.ndarray, device: torch.device) -> None:
         """``rows``: int64 [num_rows], indices into all rows of the mini-batch."""
@@ -212,7 +212,7 @@ class QueryTap:
 
 
 class QueryTaps:
-    """The query taps of one step, by mini-batch. Implements ``Queries`` for the tapped rows."""
+    """The query taps of one step, by mini-batch. Implements ``Queries`` for the rows that they keep."""
 
     def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
         """``rows``: for each mini-batch, the indices of its tapped rows; empty if the step taps nothing."""
@@ -223,5 +223,4 @@ class QueryTaps:
         return self._taps.get(mini_batch)
 
     def of(self, mini_batch: int, row: int, layer: int) -> np.ndarray:
-        """See ``Queries``."""
         return self._taps[mini_batch].of(row, layer)

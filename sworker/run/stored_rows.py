@@ -1,7 +1,7 @@
-"""Keys and values as R-workers' caches give them back, for prompts that torch attends.
+"""Keys and values as R-workers' caches would return them, for prompts that torch attends.
 
-R-workers attend over the rows that their caches store. Torch must attend over the same numbers. Otherwise a prompt's
-tokens would depend on where the prompt attends: on the GPU, or on R-workers after a cached prefix.
+R-workers attend over the rows that their caches store, rounded or quantized. Torch must attend over the same numbers.
+Otherwise a prompt's tokens would depend on where it attends: on the GPU, or on R-workers after a cached prefix.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def as_stored(k: torch.Tensor, v: torch.Tensor, layer: Layer, kv_dtype: str) -> 
 
 
 def _quantized(rows: torch.Tensor, kv_dtype: str, top_code: int) -> torch.Tensor:
-    """Return ``rows`` [rows, heads, dim] after quantization. ``top_code``: the largest code of int4."""
+    """Return ``rows`` [rows, heads, dim] quantized and decoded again. ``top_code``: the largest code of int4."""
     floats = rows.float()
     if kv_dtype == "int8":
         return _int8(floats).to(rows.dtype)
-    groups = _rotated(floats).split(64, dim=-1)  # a scale and a zero per 64 elements
+    groups = _rotated(floats).split(64, dim=-1)  # one scale and one zero per 64 elements
     return _rotated(torch.cat([_int4(group, top_code) for group in groups], dim=-1)).to(rows.dtype)
 
 
@@ -41,7 +41,10 @@ def _int8(floats: torch.Tensor) -> torch.Tensor:
 
 
 def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
-    """Return a group's elements after quantization. Its zero is the next lower bfloat16, its scale the nearest."""
+    """Return a group's elements as int4 and decoded again.
+
+    The zero is the group's minimum, rounded down to bfloat16; the scale is rounded to the nearest.
+    """
     low, high = floats.amin(dim=-1, keepdim=True), floats.amax(dim=-1, keepdim=True)
     bits = low.view(torch.int32)
     zero = ((bits & -65536) + ((bits < 0) & (bits & 0xFFFF != 0)).int() * 65536).view(torch.float32)
@@ -50,13 +53,13 @@ def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
 
 
 def _divided(floats: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return ``floats / divisor``, truly divided: by a number, torch multiplies by its reciprocal on a GPU."""
+    """Return ``floats / divisor``, exactly rounded. On a GPU, torch multiplies by a plain number's reciprocal."""
     return floats / torch.full_like(floats, divisor)
 
 
 def _checked(scale: torch.Tensor) -> torch.Tensor:
-    """Return ``scale``, with zeros instead of subnormal scales and NaN instead of infinite ones."""
-    least = torch.finfo(torch.float32).tiny  # as in rworker_cpp/src/kernels/quantize.hpp
+    """Return ``scale`` with subnormal scales as 0 and infinite ones as NaN, as R-workers store them."""
+    least = torch.finfo(torch.float32).tiny  # the same limit as in rworker_cpp/src/kernels/quantize.hpp
     return torch.where(scale < least, 0.0, torch.where(scale.isinf(), torch.nan, scale))
 
 
@@ -65,7 +68,7 @@ def _codes(floats: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(floats: torch.Tensor) -> torch.Tensor:
-    """Return each row of ``floats`` times Hadamard's matrices: blocks of powers of two, the largest first.
+    """Return each row of ``floats`` times Hadamard matrices: blocks of powers of two, the largest first.
 
     Sums have the order of rworker_cpp/src/kernels/rotate.hpp, so they have the same bits.
     """

@@ -34,7 +34,7 @@ def set_threads(num_threads: int) -> None:
 def openmp_thread_ids(num_threads: int) -> list[int]:
     """Return the system's ids of the threads that compute torch's operations; the calling thread is the first.
 
-    They come from the OpenMP that torch loaded, GNU's or LLVM's; the list is empty without one.
+    torch must use the OpenMP of GNU or LLVM; otherwise the list is empty.
     """
     openmp = ctypes.CDLL(None)
     ids: dict[int, int] = {}
@@ -51,10 +51,10 @@ def openmp_thread_ids(num_threads: int) -> list[int]:
 
 
 class SharedCores:
-    """Uses fewer threads while another process keeps a core busy.
+    """Lets torch use fewer threads while another process keeps a core busy.
 
-    An operation ends when its last thread ends. A thread on the busy core waits for its time slice, some milliseconds
-    in every operation, while the other threads sleep. So the time that the calling thread spends off its core shows the
+    An operation ends when its last thread ends. A thread on a busy core waits for its time slice, some milliseconds in
+    every operation, while the other threads sleep. The calling thread sleeps too, so its time off the CPU shows the
     loss. Without a busy process, threads spin through their short waits and stay on their cores.
     """
 
@@ -65,7 +65,7 @@ class SharedCores:
         now: Callable[[], float] = time.perf_counter,
         cpu_now: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``now``, ``cpu_now``: clocks for elapsed seconds, and for seconds in which this thread had a core."""
+        """``now``, ``cpu_now``: clocks for elapsed seconds, and for seconds in which this thread ran on a core."""
         self._all = self.num_threads = threads_now()
         self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
         self._started = self._cpu_started = 0.0
@@ -77,10 +77,10 @@ class SharedCores:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin each of torch's threads to its own core within the context, if there are as many threads as cores.
+        """Within the context, pin each of torch's threads to a core of its own, if there are as many threads as cores.
 
-        R-workers' threads are pinned too. Beside such threads, the kernel tends to wake two of torch's threads on one
-        core, and leaves the two there. The calling thread is the first of torch's threads.
+        The first of them is the calling thread. R-workers' threads are pinned too, and beside pinned threads Linux
+        tends to wake two of torch's threads on one core, and leaves both there.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = self._team() if self.num_threads == len(cores) > 1 else []
@@ -91,7 +91,7 @@ class SharedCores:
             self._bind(threads, itertools.repeat(cores))
 
     def _team(self) -> list[int]:
-        """Return the ids of torch's threads. Asking takes 60 µs, so the result is kept while it stays valid."""
+        """Return the ids of torch's threads. Finding them takes 60 µs, so they are cached."""
         key = threading.get_native_id(), self.num_threads
         if self._team_key != key:
             self._team_key, self._team_ids = key, openmp_thread_ids(self.num_threads)
@@ -101,25 +101,25 @@ class SharedCores:
         for thread, each in zip(threads, cores, strict=False):
             try:
                 os.sched_setaffinity(thread, each)
-            except ProcessLookupError:  # the thread has ended: torch now has fewer threads
+            except ProcessLookupError:  # the thread has ended: torch uses fewer threads now
                 self._team_key = None
 
     def start(self) -> None:
-        """Note the start of model code; use all threads again when a time with fewer threads is over."""
+        """Note that model code starts. Use all threads again if the time with fewer threads is over."""
         self._started, self._cpu_started = self._now(), self._cpu_now()
-        if self._threads_now() != self.num_threads:  # the user's program has set torch's threads
+        if self._threads_now() != self.num_threads:  # the user's program has changed torch's number of threads
             self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Note the end of model code; use fewer threads if the caller repeatedly waited for a descheduled thread."""
+        """Note that model code ends. Use fewer threads if this thread repeatedly lost time to another process."""
         if self.num_threads == 1:
             return
         now = self._now()
         seconds = now - self._started
         lost = seconds - (self._cpu_now() - self._cpu_started)
-        # Fraction of the time above which lost time reduces threads. A smaller loss costs less than a missing thread.
+        # If less than this fraction of the time is lost, one thread fewer would cost more
         lost_part = 0.3
         self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
         if sum(self._losses) >= LOSSES[0]:
@@ -127,7 +127,7 @@ class SharedCores:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """Use an eighth fewer threads, at least one fewer, for a time, or twice that if the last has just ended."""
+        """Use an eighth fewer threads, at least one fewer, for a while, or for twice as long if one has just ended."""
         if self.num_threads == self._all:
             failed_at_once = now < self._rests_until + REST_SECONDS[0]
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]

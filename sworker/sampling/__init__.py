@@ -1,4 +1,4 @@
-"""Sampling: one token per row from the logits of a step, vectorized over the batch and independent of it."""
+"""Sampling: one token per row from the logits of a step. A row's token does not depend on its batch."""
 
 from fastdecode.sworker.sampling.logits import SamplingRow
 from fastdecode.sworker.sampling.probabilities import sample_seed

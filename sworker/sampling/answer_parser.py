@@ -29,7 +29,7 @@ WRAPPER = "wrapper"
 
 
 def has_parser() -> bool:
-    """Return whether the installed transformers has a response parser with all features that are used here."""
+    """Return whether the installed transformers has the response parser, with all features that this module uses."""
     if ResponseParser is None:
         return False
     fields = ResponseTemplateField.__dataclass_fields__
@@ -38,7 +38,7 @@ def has_parser() -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: some text, or a whole region (of tool calls, or of delimiters) with its ``body``.
+    """A part of an answer: text that belongs to a field, or a whole region (calls, delimiters) with its ``body``.
 
     ``closes``: the region ends with this piece. ``closed``: the region's closing delimiter was found. ``end``: the
     offset in the answer at which the piece ends.
@@ -53,13 +53,13 @@ class Piece:
 
 
 class AnswerTemplate:
-    """A response template of transformers (docs: "Response parsing"), split in two.
+    """A response template of transformers (docs: "Response parsing") as two templates.
 
-    One half cuts a growing text into regions and never fails. The other parses a region of calls, and may fail.
+    One only cuts a growing text into regions, which never fails. The other parses the calls of a region, and may fail.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        """``spec``: a response template. Raise ConfigError, with the fault, for a malformed one."""
+        """``spec``: a response template. Raise ConfigError, with the reason, if it is malformed."""
         self.spec = dict(spec)
         try:
             self._reading = load_response_template(self.spec)
@@ -69,7 +69,7 @@ class AnswerTemplate:
 
     @property
     def markers(self) -> str:
-        """All delimiters of the template's fields in one text; special tokens in it are those that parsing needs."""
+        """The delimiters of all fields in one text. Special tokens in this text must not be left out of answers."""
         return str(self.spec["fields"]).replace("\\", "")
 
     @property
@@ -78,15 +78,15 @@ class AnswerTemplate:
         return set(self.regions.fields) == {CONTENT}
 
     def begun_by(self, prompt: str) -> str:
-        """Return the part of ``prompt`` that belongs to the answer."""
+        """Return the end of ``prompt`` that belongs to the answer, such as an opened region of reasoning."""
         return str(self.regions.truncate_past_last_anchor(prompt)) if self.has_begun(prompt) else ""
 
     def has_begun(self, prompt: str) -> bool:
-        """Return whether ``prompt`` contains the place where an answer begins."""
+        """Return whether ``prompt`` contains the text that the template expects before an answer."""
         return self.regions.start_anchor_re.search(prompt) is not None
 
     def without_calls(self) -> AnswerTemplate:
-        """Return the template with possible calls taken as content."""
+        """Return a template that cuts no calls: their text becomes content."""
         fields = {
             name: field
             for name, field in self.spec["fields"].items()
@@ -95,7 +95,6 @@ class AnswerTemplate:
         return AnswerTemplate({**self.spec, "fields": fields}) if fields else self
 
     def is_field_of_calls(self, name: str) -> bool:
-        """Return whether ``name`` is a field of calls."""
         return name.startswith(CALLS)
 
     def read_calls(self, region: Piece, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -105,7 +104,7 @@ class AnswerTemplate:
         region does not have the form of the template.
         """
         field = self._reading.fields[region.field]
-        # Content parsers whose values are all texts
+        # Kinds of content whose values are texts, so that types must come from the tools' schemas
         of_texts = ("xml-inline", "kv-lines")
         types = list(tools) if field.content in of_texts else None
         if field.content == "xml-inline":
@@ -121,12 +120,11 @@ class AnswerTemplate:
 
 
 def _blank(name: str) -> Any:
-    """Return a field for text that belongs to no other field."""
     return load_response_template({"start_anchor": "-", "fields": {name: {}}}).fields[name]
 
 
 def _regions(template: Any) -> Any:
-    """Return ``template`` with fields whose content is the raw text, so that parsing cannot fail."""
+    """Return ``template`` with fields that keep raw text, so that parsing with it cannot fail."""
     fields = {}
     for name, field in template.fields.items():
         as_text = {"content": "text", "content_args": {"strip": False}, "transform": None, "transform_each": False}
@@ -137,7 +135,7 @@ def _regions(template: Any) -> Any:
             plain = dataclasses.replace(plain, close_re=None, close_literals=None, close_literal_can_extend=False)
         fields[name] = plain
     implicit = template.implicit
-    if implicit is None:  # the parser would drop text that belongs to no field
+    if implicit is None:  # otherwise the parser would drop text outside fields
         implicit = "marks_between"
         fields[implicit] = dataclasses.replace(_blank(implicit), content_args={"strip": False})
     return dataclasses.replace(template, defaults={}, fields=fields, implicit=implicit)
@@ -152,10 +150,10 @@ def _mark(field: Any) -> Any:
 
 
 class AnswerCutter:
-    """Cuts one answer as it grows. The cuts depend only on the text, not on the chunks in which it comes."""
+    """Cuts one answer into pieces as it grows. The cuts do not depend on the chunks in which the text arrives."""
 
     def __init__(self, template: AnswerTemplate, prompt: str) -> None:
-        """``prompt``: the text before the answer, whose end may have opened or closed a region."""
+        """``prompt``: the text before the answer, which may end inside a region that the answer continues."""
         self._fields = template.regions.fields
         begun = template.begun_by(prompt)
         opened = ResponseParser(template.regions, prefix=prompt) if begun else None
@@ -163,7 +161,7 @@ class AnswerCutter:
         told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
         self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
         if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
-            begun, opened = "", None  # the answer continues no region of the prompt
+            begun, opened = "", None  # the prompt ends outside regions
         self._parser = opened or ResponseParser(template.regions, prefix="")
         self._text, self._start = begun, len(begun)
         self._at, self._body, self._region = 0, 0, 0
@@ -181,11 +179,11 @@ class AnswerCutter:
         return self._follow(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces. Nothing may be fed afterwards."""
+        """Return the pieces of the text that is left. ``feed`` may not be called afterwards."""
         return self._follow(self._parser.finalize()[1])
 
     def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
-        """Return the pieces of ``events``; positions include the delimiters that the parser removed."""
+        """Return the pieces that the parser's ``events`` describe, with offsets that include the removed delimiters."""
         found = []
         for event in events:
             name = event["field"]
@@ -205,7 +203,6 @@ class AnswerCutter:
         return found
 
     def _skip(self, delimiter: Any) -> bool:
-        """Skip ``delimiter`` if the answer continues with it; return whether it did."""
         match = delimiter and delimiter.match(self._text, self._at)
         if match:
             self._at = match.end()
@@ -213,5 +210,5 @@ class AnswerCutter:
 
 
 def _is_shown(name: str) -> bool:
-    """Return whether the field's text is returned while it grows."""
+    """Return whether a field's text is returned while it grows; other fields are returned when complete."""
     return name == CONTENT or name in THOUGHTS

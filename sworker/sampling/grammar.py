@@ -1,4 +1,4 @@
-"""Grammars over tokens, by llguidance: which tokens may come next so that a text has the requested form."""
+"""Grammars over tokens, by llguidance: they tell which tokens may come next so that a text has the requested form."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _BIAS_OF_BITS = np.where(
 
 
 class Matcher:
-    """The state of one completion's text within its grammar."""
+    """The state of one completion within its grammar."""
 
     def __init__(self, matcher: LLMatcher, no_token: int | None = None) -> None:
-        """``no_token``: the id that stands for the end of a text, and can never be chosen."""
+        """``no_token``: the id that llguidance takes for end of text, if the model has no such token."""
         self._matcher, self._no_token = matcher, no_token
 
     def logit_bias(self, vocab_size: int) -> np.ndarray:
-        """Return 0 for tokens that may come next, end of text included if allowed, else -inf: float32 [vocab_size].
+        """Return the grammar's bias, float32 [vocab_size]: 0 for tokens that may come next, -inf for all others.
 
-        The state does not change.
+        The end of text may come next if the text is complete. The state does not change.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bias = np.full((-(-vocab_size // 8), 8), -np.inf, dtype=np.float32)
@@ -45,7 +45,7 @@ class Matcher:
         return bias.reshape(-1)[:vocab_size]
 
     def advance(self, token_id: int) -> None:
-        """Take the next token, which ``logit_bias`` must allow."""
+        """Append a token to the text; ``logit_bias`` must allow this token."""
         self._matcher.consume_token(token_id)
 
     def after(self, token_ids: Sequence[int]) -> list[Matcher]:
@@ -71,23 +71,23 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """The reason why the grammar failed, such as a limit of llguidance, on one line; "" if it did not."""
+        """The reason why llguidance gave up on the grammar, such as a limit, on one line; "" if it did not."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     @property
     def dead_end(self) -> str:
-        """The reason why no token may come next in an incomplete text; "" if one may.
+        """The reason why no token may come next although the text is incomplete; "" if there is one that may.
 
-        llguidance allows the end of the text there, as if it were complete.
+        In such a state, llguidance allows the end of the text, as if it were complete.
         """
         return _obstacle(self._matcher)
 
 
 class Grammars:
-    """Compiles the grammars of requests, over one tokenizer. llguidance is imported for the first grammar.
+    """Compiles the grammars of requests over one tokenizer. llguidance is imported for the first grammar.
 
-    ``vocab_size``: of the model's logits, at least the tokenizer's. Any thread may call ``prepare`` and
-    ``read_vocabulary``; afterwards ``matcher`` takes no time.
+    ``vocab_size``: size of the model's logits, at least the tokenizer's. Any thread may call ``prepare`` and
+    ``read_vocabulary``, which take time; afterwards ``matcher`` returns at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -98,12 +98,12 @@ class Grammars:
         self._no_token = None if eos_token_ids else tokenizer.get_vocab_size(with_added_tokens=True)
         self._known: LLTokenizer | None = None
         self._reading = threading.Lock()
-        # Most compiled grammars that are kept for later requests of the same form
+        # Number of compiled grammars that are kept for later requests of the same form
         kept_grammars = 64
         self.compiled = lru_cache(kept_grammars)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """Return the matcher for an empty text of the form that ``params`` ask for.
+        """Return a matcher at the start of a text of the form that ``params`` ask for.
 
         Raises:
             RequestError: the schema, expression or grammar is not supported, or the tokenizer is not.
@@ -112,7 +112,7 @@ class Grammars:
         return Matcher(self.compiled(params).deep_copy(), self._no_token)
 
     def prepare(self, params: StructuredOutputsParams) -> None:
-        """Compile the form that ``params`` ask for, unless it is known. Other threads run meanwhile.
+        """Compile the form that ``params`` ask for, unless it is already compiled. Other threads run meanwhile.
 
         Raises:
             RequestError, ConfigError: as ``matcher``.
@@ -159,7 +159,7 @@ class Grammars:
 
 
 def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """Return the text for llguidance to compile. Raise ValueError for an unsupported grammar.
+    """Return the grammar that ``params`` ask for, as text for llguidance. Raise ValueError if it is unsupported.
 
     ``special``: tokens that a grammar may name, with their ids.
     """
@@ -169,7 +169,8 @@ def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) ->
         spaces = not params.disable_any_whitespace
         return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
     if params.choice is not None:
-        return grammar_from("regex", "|".join(map(_literal, params.choice)))  # "choice" takes at most 2,000 texts
+        # a grammar of llguidance would take at most 2,000 texts
+        return grammar_from("regex", "|".join(map(_literal, params.choice)))
     if params.regex is not None:
         return grammar_from("regex", params.regex)
     return grammar_from("grammar", _LARK.sub(lambda found: _by_id(found[0], special), str(params.grammar)))
@@ -187,12 +188,12 @@ def without_spellings(tokenizer: str, no_token: int | None) -> tuple[str, dict[s
     """Return (the tokenizer's JSON with some tokens renamed so that no text spells them, these tokens' ids).
 
     Special tokens and added tokens in angle brackets are renamed, since outputs omit them. Otherwise llguidance would
-    allow such a token where a grammar asks for its text. ``no_token``: the id of one more special token.
+    allow such a token where a grammar asks for its text. ``no_token``: id of a special token to add, None for none.
     """
     told = msgspec.json.decode(tokenizer)
     names: dict[str, str] = {}
     ids: dict[str, int] = {}
-    # A private-use character that begins the names of tokens which no text can spell
+    # Begins the names of tokens that no text may spell: a character that Unicode leaves to private use
     unspelt = "\U0010fffd"
     for each in told["added_tokens"]:
         if each["special"] or _IN_BRACKETS.fullmatch(each["content"]):
@@ -216,12 +217,11 @@ _IN_BRACKETS = re.compile(r"<[^<>\s]+>")
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression that matches only ``text``."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
 def _obstacle(matcher: LLMatcher) -> str:
-    """Return why ``matcher`` allows no next token; "" if it allows one."""
+    """Return why ``matcher`` allows no next token; "" if it allows some."""
     ahead = matcher.deep_copy()
     ahead.compute_bitmask()
     problem = _first_line(ahead.get_error()) if ahead.is_error() else ""
@@ -231,5 +231,4 @@ def _obstacle(matcher: LLMatcher) -> str:
 
 
 def _first_line(problem: str) -> str:
-    """Return the first line of llguidance's message; later lines may repeat the whole grammar."""
     return problem.partition("\n")[0].strip()

@@ -1,4 +1,4 @@
-"""A row's sampling input, and edits of logits that depend on their rows' tokens.
+"""The sampler's input for a row, and edits of logits that depend on a row's tokens.
 
 Bias, bans and penalties are sparse updates of the whole batch. Each changes its (row, token) cells through one index,
 so its cost grows with these cells, not the vocabulary. The order is vLLM's: allowed tokens, logit bias, ``min_tokens``,
@@ -22,12 +22,12 @@ from fastdecode.sworker.sampling.grammar import Matcher
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One sequence's data for the sampler. The token lists are read during the call and not kept.
+    """The sampler's input for one sequence's next token. The token lists are read during the call and not kept.
 
     ``stop_token_ids``: tokens that may not be chosen before ``params.min_tokens``; they include end-of-sequence unless
     it is ignored. ``bad_words_token_ids``: token sequences of ``params.bad_words``, in every spelling.
     ``generator_seed``: seeds this row's random draws; ``sample_seed`` derives it from the request's seed. ``grammar``:
-    tells which tokens may come next; the code that takes the token advances it.
+    tells which tokens may come next; the sampler's caller advances it by the sampled token.
     """
 
     params: SamplingParams
@@ -39,7 +39,7 @@ class SamplingRow:
     grammar: Matcher | None = None
 
     def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
-        """Return the row for the token after ``draft_token_ids``. ``grammar``: the grammar's state after them."""
+        """Return the row for the token after ``draft_token_ids``; ``grammar``: the grammar's state after these."""
         if self.plain_from <= len(self.output_token_ids):
             return self
         return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
@@ -54,7 +54,7 @@ class SamplingRow:
 
     @cached_property
     def plain_from(self) -> float:
-        """Output length from which on the next token is the likeliest by the model's unchanged logits; inf if never."""
+        """Number of output tokens after which the row takes the likeliest token of unedited logits; inf if never."""
         if not self.params.greedy or self.params.changes_logits or self.bad_words_token_ids or self.grammar is not None:
             return math.inf
         return self.params.min_tokens if self.stop_token_ids else 0
@@ -77,7 +77,7 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _keep_to_allowed(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set logits to -inf for tokens that a row's ``SamplingParams`` do not allow."""
+    """Set all logits to -inf but those of tokens that a row's ``SamplingParams`` allow."""
     for index, row in enumerate(rows):
         if row.params.allowed_token_ids:
             allowed = _on(scores, _cells({0: _ids([*row.params.allowed_token_ids])}, scores))
@@ -111,7 +111,7 @@ def _ban(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _bad_word_ends(row: SamplingRow) -> list[int]:
-    """Return the last tokens of bad words whose other tokens end the prompt and output."""
+    """Return the tokens that would complete a bad word, given the end of the prompt and output."""
     longest = max((len(word) for word in row.bad_words_token_ids), default=0) - 1
     recent = tuple(row.output_token_ids[-longest:]) if longest > 0 else ()
     if 0 <= len(recent) < longest:
@@ -121,10 +121,10 @@ def _bad_word_ends(row: SamplingRow) -> list[int]:
 
 
 def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Divide positive logits of tokens seen in prompt or output by the penalty, multiply negative ones (CTRL, 2019)."""
+    """Penalize tokens in prompt or output: divide positive logits by the penalty, multiply negative ones (CTRL)."""
     penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
     seen = {i: np.concatenate([_ids(rows[i].prompt_token_ids), _ids(rows[i].output_token_ids)]) for i in penalties}
-    cells = _cells(seen, scores)  # a repeated token is written twice with the same value
+    cells = _cells(seen, scores)  # a token may occur twice; both writes have the same value
     penalty = _on(scores, _per_cell(penalties, cells, scores))
     at = _on(scores, cells)
     values = scores.view(-1)[at]
@@ -132,7 +132,7 @@ def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Subtract frequency_penalty x occurrences, then presence_penalty, for tokens in the output (as OpenAI)."""
+    """Penalize tokens in the output as OpenAI does: subtract frequency_penalty x occurrences and presence_penalty."""
     frequency = {i: row.params.frequency_penalty for i, row in enumerate(rows)}
     presence = {i: row.params.presence_penalty for i, row in enumerate(rows)}
     asking = {i: rows[i].output_token_ids for i in frequency if frequency[i] != 0.0 or presence[i] != 0.0}
@@ -143,14 +143,17 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set logits to -inf for tokens that a row's grammar does not allow; rows without a grammar are unchanged."""
+    """Set all logits to -inf but those of tokens that a row's grammar allows. Rows without one stay as they are."""
     for index, row in enumerate(rows):
         if row.grammar is not None:
             scores[index] += _on(scores, row.grammar.logit_bias(scores.shape[1]))
 
 
 def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) -> np.ndarray:
-    """Return flat indices into ``scores`` of each row's token ids, within the vocabulary: int64 [num_cells]."""
+    """Return the cells of ``token_ids``, by row, as flat indices into ``scores``: int64 [num_cells].
+
+    Ids outside the vocabulary are left out.
+    """
     vocab = scores.shape[1]
     parts = [np.empty(0, dtype=np.int64)]
     for index, listed in token_ids.items():
@@ -160,7 +163,6 @@ def _cells(token_ids: Mapping[int, Sequence[int] | np.ndarray], scores: Tensor) 
 
 
 def _per_cell(values: Mapping[int, float], cells: np.ndarray, scores: Tensor) -> np.ndarray:
-    """Return, for each flat index in ``cells``, the entry of ``values`` for its row: float32 [num_cells]."""
     by_row = np.zeros(scores.shape[0], dtype=np.float32)
     by_row[list(values.keys())] = list(values.values())
     of_cells: np.ndarray = by_row[cells // scores.shape[1]]

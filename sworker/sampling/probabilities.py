@@ -1,4 +1,4 @@
-"""Random draws of one token by its scores: filters of the distribution, and the draw.
+"""Random draws of one token by its scores: first filters of the distribution, then the draw.
 
 Temperature comes first, then min-p, top-k and top-p, as in vLLM, with the definitions of transformers' warpers. A stage
 changes only the rows that use it.
@@ -37,7 +37,7 @@ _MASK = 2**64 - 1
 
 
 def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return final probabilities of the rows that draw at random: float32 [num_rows, vocab].
+    """Return the probabilities from which rows draw, after all filters: float32 [num_rows, vocab].
 
     ``scores``: float32 [num_rows, vocab], contiguous, overwritten. A row with NaN or +inf, or without a finite score,
     gets meaningless values; other rows are not affected.
@@ -51,7 +51,6 @@ def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _filter(scores: Tensor, values: dict[int, float], dropped: Callable[[Tensor, list[float]], Tensor]) -> None:
-    """Set to -inf the tokens that ``dropped`` selects, in the rows of ``values``."""
     if not values:
         return
     if len(values) == scores.shape[0]:
@@ -68,34 +67,33 @@ def _min_p(scores: Tensor, min_p: list[float]) -> Tensor:
 
 
 def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
-    """Return which tokens score below the k-th best, bool. Tokens equal to the k-th best stay."""
+    """Return, as bool, which tokens score below the k-th best. Tokens that score like the k-th best stay."""
     best = scores.topk(int(max(top_k)), dim=-1).values
     last_kept = torch.tensor([int(k) - 1 for k in top_k], device=scores.device)
     return scores < best.gather(1, last_kept[:, None])
 
 
 def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
-    """Return the tokens to drop: a token's probability plus those of all less likely tokens is at most 1 - p."""
+    """Return the tokens to drop: those whose probability, with all less likely tokens', is at most 1 - p."""
     weights = integer_weights(scores.softmax(-1))
-    # Like transformers, compute 1 - p in double precision and compare in float32. Of equally likely tokens, low ids are
-    # dropped first, as after a stable sort (transformers' own choice among them depends on torch.sort).
+    # Like transformers, compute 1 - p in double precision and compare in float32. Among equally likely tokens, low ids
+    # are dropped first, as by a stable sort (transformers' own sort is not stable).
     limits = _column([1.0 - p for p in top_p], scores)
     return ~_nucleus(ranking_keys(scores, low_ids_first=False), weights, limits, FIRST_NUCLEUS)
 
 
 def _nucleus(keys: Tensor, weights: Tensor, limits: Tensor, size: int) -> Tensor:
-    """Return the mask of tokens that top-p keeps.
+    """Return the mask of tokens that top-p keeps: those whose weight, with all lower-ranked tokens', exceeds the limit.
 
-    The ``size`` likeliest tokens are examined first; in rows where all of them stay, more are examined.
-
-    Sums are of integers and keys are unique, so the mask does not depend on ``size``.
+    The ``size`` likeliest tokens are examined first, and more in rows where all of these stay. The mask does not depend
+    on ``size``, since sums are of integers and keys are unique.
     """
     size = min(size, keys.shape[1])
     ids = top_token_ids(keys, size, low_ids_first=False)
     ranked = weights.gather(1, ids)
     from_below = weights.sum(-1, keepdim=True) - ranked.cumsum(-1) + ranked
     keep = (from_below.double() * 2.0**-WEIGHT_BITS).float() > limits
-    keep[:, 0] = True  # the likeliest token stays even if rounding left it at the limit
+    keep[:, 0] = True  # the likeliest token stays even if rounding excludes it
     mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, ids, keep)
     if size < keys.shape[1]:
         open_rows = keep[:, -1].nonzero().squeeze(1)
@@ -109,7 +107,7 @@ def _column(values: Sequence[float], scores: Tensor) -> Tensor:
 
 
 def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
-    """Return keys that sort like the scores, equal scores by token id; no two are equal.
+    """Return integer keys that sort like the scores; no two are equal, since token ids break ties.
 
     ``scores``: float32 [num_rows, vocab] without NaN. Returns int64 of the same shape: the score's bits, reordered to
     compare as integers, above 32 bits of token id.
@@ -121,22 +119,19 @@ def ranking_keys(scores: Tensor, *, low_ids_first: bool) -> Tensor:
 
 
 def top_token_ids(keys: Tensor, count: int, *, low_ids_first: bool) -> Tensor:
-    """Return the ``count`` highest-ranked token ids of each row in order, int64 [num_rows, count]."""
+    """Return each row's ``count`` token ids with the highest keys, highest first: int64 [num_rows, count]."""
     ids = keys.topk(count, dim=-1).values & _ID_MASK
     return _ID_MASK - ids if low_ids_first else ids
 
 
 def sample_seed(request_seed: int, sample_index: int) -> int:
-    """Return the ``generator_seed`` of sample ``sample_index`` (from 0) of a request with this seed.
-
-    It is 64 bits, unsigned.
-    """
+    """Return the ``generator_seed``, 64 bits unsigned, of sample ``sample_index`` (from 0) of a seeded request."""
     first = _mix(np.array([request_seed & _MASK], dtype=np.uint64))
     return int(first[0]) ^ (sample_index * _GOLDEN & _MASK)
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return one number in [0, 1) per row: float64 [num_rows], from 64-bit seeds and non-negative positions."""
+    """Return one random number in [0, 1) per row: float64 [num_rows], from 64-bit seeds and non-negative positions."""
     stream = _mix(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
     counter = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return (_mix(stream + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -148,14 +143,15 @@ def integer_weights(probs: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: np.ndarray) -> Tensor:
-    """Invert each row's cumulative distribution, in token order.
+    """Return a token per row, int64 [num_rows]: that at which the cumulative probability passes the uniform number.
 
-    ``probs``: float32 [num_rows, vocab], each row summing to about 1. ``uniforms``: float64 [num_rows] in [0, 1).
-    Return int64 [num_rows]; a token of probability 0 is never returned.
+    ``probs``: float32 [num_rows, vocab], each row summing to about 1. ``uniforms``: float64 [num_rows] in [0, 1). A
+    token of probability 0 is never returned.
     """
     cumulative = integer_weights(probs).cumsum(-1)
     total = cumulative[:, -1:].double()
-    # A float64 below 1 times the total rounds to less than the total, so a token with positive weight is always found.
+    # A float64 below 1, times the total, rounds to less than the total: some token with positive weight is always
+    # found.
     target = (torch.from_numpy(uniforms).to(probs.device)[:, None] * total).to(torch.int64)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 

@@ -12,14 +12,14 @@ from fastdecode.sworker.sampling.sampler import CHUNK_ELEMENTS, Logprobs, raw_lo
 
 
 class ScoredPrompt(NamedTuple):
-    """A prompt, and how many of the likeliest tokens to report per position (-1: all)."""
+    """A prompt to score, and how many of the likeliest tokens to report per position (-1: all)."""
 
     token_ids: Sequence[int]
     num_top: int
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of a prompt's tokens from position ``start`` on, computed in one step."""
+    """Log-probabilities of the tokens of a prompt from position ``start`` on, computed in one step."""
 
     start: int
     logprobs: list[Logprobs]
@@ -28,7 +28,7 @@ class PromptScores(NamedTuple):
 def score_prompts(
     mini_batches: Sequence[MiniBatch], logits: Sequence[Tensor], prompts: Mapping[int, ScoredPrompt]
 ) -> tuple[list[Tensor], dict[int, PromptScores]]:
-    """Return the logits of sampling rows, and the scores of those ``prompts`` that have rows in ``mini_batches``.
+    """Return (logits of the sampling rows, scores of those ``prompts`` that have rows in ``mini_batches``).
 
     ``logits``: [rows, vocab] of each mini-batch that is not empty, in order, including rows of scored prompts.
     """
@@ -53,7 +53,7 @@ def score_prompts(
 def _score(logits: Tensor, prompt: ScoredPrompt, start: int) -> PromptScores:
     """Return the log-probabilities of the tokens of ``prompt`` from position ``start`` on.
 
-    ``logits``: those of the row before each token; at the prompt's end also those of the last row, which are not used.
+    ``logits``: one row before each of these tokens. At the prompt's end a last row follows, which is not used here.
     """
     targets = list(prompt.token_ids[start : start + len(logits)])
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -1,4 +1,4 @@
-"""The sampler: one token per row from the logits of a step, vectorized over the batch and independent of it."""
+"""The sampler: one token per row from the logits of a step. A row's token does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampledToken(NamedTuple):
     ``logprob`` maps token ids to (log-probability, rank from 1) if requested: the chosen token, then the likeliest in
     order. ``failed``: the logits hold NaN or +inf, or no token is left to choose; ``token_id`` is then -1.
     ``excluded``: the row failed because the request's limits leave no token. ``sources``: the blocks of context with
-    the most attention, if requested; the engine finds them.
+    the most attention, if requested; the engine adds them.
     """
 
     token_id: int
@@ -40,7 +40,7 @@ class SampledToken(NamedTuple):
 
 
 class Sampler:
-    """Chooses the next token of every row. It keeps nothing between calls.
+    """Chooses the next token of every row. Nothing is kept between calls.
 
     A row's token depends only on its own logits, tokens and seed: it is the same bit for bit in any batch.
     """
@@ -56,7 +56,7 @@ class Sampler:
         _check(logits, rows)
         if not rows:
             return []
-        best = logits.max(dim=-1)  # one pass for the likeliest token and for the check of ``_failed``
+        best = logits.max(dim=-1)  # one pass gives the likeliest token, and shows whether the row failed
         # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
@@ -77,9 +77,9 @@ class Sampler:
 
 
 def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the probabilities ``Sampler.sample`` draws from: float32 [num_rows, vocab].
+    """Return the probabilities from which ``Sampler.sample`` draws: float32 [num_rows, vocab].
 
-    Greedy rows hold a single 1; rows that would fail hold zeros. ``logits`` as in ``Sampler.sample``, not changed.
+    A greedy row has probability 1 for its token; a row that would fail has zeros. ``logits``: as in ``Sampler.sample``.
     """
     _check(logits, rows)
     if not rows:
@@ -99,7 +99,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # the common case needs no argmax, and no copy of scores
+    if len(random) == len(rows):  # common case: no argmax, and no copy of scores
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:
@@ -109,21 +109,16 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return random tokens, int64 [num_rows]; overwrite the scores. A draw's position is the row's output length."""
+    """Draw a random token per row, int64 [num_rows]; overwrite the scores. Draws depend on the output length."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
 
 def _failed(scores: Tensor) -> Tensor:
-    """Return the rows that cannot be sampled, bool [num_rows].
-
-    The maximum of other rows is finite: they have no NaN and no +inf, and not only -inf.
-    """
     return ~scores.amax(-1).isfinite()
 
 
 def _requested_logprobs(logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for rows that requested them and did not fail."""
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0]
     found: dict[int, Logprobs] = {}
     for part in _chunks(asked, logits.shape[1]):
@@ -145,7 +140,7 @@ def _check(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Return the log-probabilities of the chosen token and of the ``counts[row]`` likeliest (-1: all), by row.
+    """Return, by row, log-probabilities of the chosen token and of the ``counts[row]`` likeliest tokens (-1: all).
 
     ``logits``: floating [num_rows, vocab] without NaN or +inf; ``token_ids``: the chosen ones. Equal log-probabilities
     rank by token id, so ranks are unique and the dict is the same in every batch.
@@ -163,17 +158,14 @@ def raw_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
 
 
 def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: int) -> Logprobs:
-    """Return a row's log-probabilities.
-
-    ``ids`` and ``values`` begin with the chosen token; the likeliest follow in order.
-    """
     chosen = {ids[0]: (values[0], chosen_rank)}
     likeliest = {ids[rank]: (values[rank], rank) for rank in range(1, count + 1)}
     return chosen | likeliest
 
 
 def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
-    """Return how many of ``draft_token_ids`` are accepted: those before the first that differs from ``sampled``.
+    """Return how many of ``draft_token_ids`` are accepted: all before the first that differs from the sampled token.
+
     ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
     """
     for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):

@@ -20,8 +20,8 @@ from chaos.configuration import KINDS, SMALL, Configuration, draw
 
 FAULTS = ("exception", "tokens", "sources", "audit", "blocks", "negative-free", "lost-count", "left", "hang")
 COUNTS = (
-    "kills", "drains", "joins", "preemptions", "woken", "not woken", "sequences", "tokens", "audited", "different",
-    "missed",
+    "kills", "drains", "joins", "preemptions", "woken", "not woken", "sequences", "tokens", "audited rounds",
+    "audited", "different", "missed",
 )  # fmt: skip
 ROUND_SECONDS = 240
 
@@ -33,9 +33,12 @@ def main() -> int:
     first = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     unclean: dict[int, str] = {}
     totals, kinds = Counter[str](), Counter[str]()
+    end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         try:
             for seed in range(first, first + options.rounds):
+                if time.monotonic() > end:
+                    break
                 drawn = draw(seed, options.kinds, options.small)
                 counts, faults = _run(drawn, Path(folder), options)
                 totals.update(counts)
@@ -65,6 +68,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, help="of the first round; the next ones follow (default: drawn)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further round begins")
     parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=KINDS, help="of rounds (default: all)")
     parser.add_argument("--small", action="store_true", help="short rounds without processes that import torch")
     parser.add_argument("--ignore", nargs="*", default=[], choices=FAULTS, help="faults that do not count")

@@ -32,6 +32,9 @@ RAY_SECONDS = 60.0
 LOOK_STEPS = 8
 """Steps between two checks of the processes' shared memory."""
 
+LEAST_AUDITED = 4
+"""Audited rows per layer in a round's steps, if each step has one row, from which on some must have been audited."""
+
 
 @dataclass
 class Result:
@@ -55,6 +58,16 @@ class Result:
             different = [len(a) - place for a, place in zip(wanted, first, strict=True) if place is not None]
             self.counts["different"] += sum(different)
             self.fault(f"tokens: request {number} differs from token {first} on of {[len(each) for each in wanted]}")
+
+    def check_audit(self, num_rows: int, faulty: object, undecided: float, fraction: float) -> None:
+        """Record the audit of a round with sound R-workers: ``num_rows`` were compared, and nobody may be ``faulty``.
+        ``undecided``: audits that named nobody. ``fraction``: the fraction of rows to audit.
+        """
+        self.counts["audited rounds"], self.counts["audited"] = 1, num_rows
+        if faulty or undecided:
+            self.fault(f"audit: a false alarm: {faulty} named, {undecided} undecided")
+        if not num_rows and fraction * self.counts["steps"] > LEAST_AUDITED:
+            self.fault(f"audit: no row of {self.counts['steps']} steps was audited")
 
 
 def _first_difference(wanted: Any, found: Any) -> int | None:
@@ -174,11 +187,10 @@ class Round:
             self.result.faults += events.faults
             self.result.log += events.log + [f"nothing to befall: {each}" for each in events.left]
             self.result.counts += events.counts
-            changes = engine.membership.changes
-            if changes.faulty or changes.undecided:
-                self.result.fault(f"audit: a false alarm: {changes.faulty} named, {changes.undecided} undecided")
-            self.result.counts["audited"] = changes.audited
             self.result.counts["steps"] = events.step
+            changes = engine.membership.changes
+            if engine.config.audit:
+                self.result.check_audit(changes.audited, changes.faulty, changes.undecided, engine.config.audit)
             self.result.counts["events"] = len(events.log)
             self.result.counts["missed"] = len(events.left)
             self.result.counts["preemptions"] = engine.scheduler.statistics.preemptions

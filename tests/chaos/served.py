@@ -24,7 +24,7 @@ from helpers.servers import RunningServer, read_stream, serving, total, wait_unt
 from chaos.configuration import Ask, Configuration, Event
 from chaos.processes import Leftovers
 from chaos.reference import Reference, model_folder
-from chaos.round import Result, cache_bytes
+from chaos.round import Result, cache_bytes, drawn_audit
 
 STEP_SECONDS = 0.02
 """Seconds after the server's start at which a request of step 1 arrives."""
@@ -82,6 +82,8 @@ class ServedRound:
             if "model" in drafts:
                 drafts["model"] = model_folder(drafts["model"], drawn, self._folder)
             flags += ["--speculative-config", json.dumps(drafts)]
+        self._audit = drawn_audit(drawn).get("audit", 0.0)
+        flags += ["--audit", str(self._audit)]
         self._joins = (f"127.0.0.1:{free_port()}", memory)
         flags += ["--pool-listen", self._joins[0], "--shutdown-timeout", "60"]
         self.result.settings = f"{drawn.pool}:{drawn.num_workers} {' '.join(flags)}"
@@ -200,6 +202,10 @@ class ServedRound:
             time.sleep(0.05)
         self.result.counts["preemptions"] = int(total(self._server, "fastdecode:num_preemptions_total"))
         self.result.counts["steps"] = int(total(self._server, "fastdecode:steps_total"))
+        if self._audit:
+            named = ("audited_rows_total", "r_workers_faulty_total", "audits_undecided_total")
+            counted = (int(total(self._server, f"fastdecode:{name}")) for name in named)
+            self.result.check_audit(*counted, self._audit)
         self._server.process.send_signal(signal.SIGTERM)
         if status := self._server.process.wait(PATIENCE_SECONDS):
             self.result.fault(f"exception: the server ended with {status}:\n{self._server.log.read_text()[-3000:]}")

@@ -88,11 +88,11 @@ def test_events_are_read_in_order_of_time() -> None:
         ('{"seconds": 1, "event": "lose", "r_worker": "1"}', "r_worker must be a whole number of at least 0, not '1'"),
         ('{"seconds": 1, "event": "lose", "r_worker": 2}', "there is no r_worker 2 at 1 s; there are 2, from 0 on"),
         ('{"seconds": 1, "event": "lose", "prefill_worker": 0}', "no prefill_worker 0 at 1 s; there are none"),
-        ('{"seconds": 1, "event": "join", "r_worker": 3}', "r_worker 3 joins, and the next new one has number 2"),
+        ('{"seconds": 1, "event": "join", "r_worker": 3}', "r_worker 3 joins, and the next new one must have number 2"),
         ('{"seconds": 1, "event": "lose", "r_worker": 1, "factor": 2}', "factor belongs to slow, not to lose"),
         ('{"seconds": 1, "event": "slow", "r_worker": 1}', "slow needs a factor above 0, such as 2.0, not None"),
         ('{"seconds": 1, "event": "slow", "r_worker": 1, "factor": 0}', "slow needs a factor above 0"),
-        ('{"seconds": 1, "event": "lose", "r_worker": 1, "wroker": 2}', "'wroker' is no key of an event"),
+        ('{"seconds": 1, "event": "lose", "r_worker": 1, "wroker": 2}', "unknown key 'wroker'"),
     ],
 )
 def test_what_cannot_be_is_named_with_its_line(line: str, message: str) -> None:

@@ -68,7 +68,7 @@ NAMES = ["--model", "llama-3-8b", "--gpu", "a10", "--cpu", "epyc-7452"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["simulate", *NAMES, "--random-input-len", "100000000"], "one alone takes a simulation more than 1 GiB"),
+        (["simulate", *NAMES, "--random-input-len", "100000000"], "a simulation needs more than 1 GiB for each"),
         (["simulate", *NAMES, "--num-prompts", "100000000"], "fit 1 GiB"),
         (["simulate", *PAPER[:6], "--random-output-len", "100000000"], "more than 60 s"),
         (["simulate", *NAMES, "--random-output-len", "200000"], "are beyond the 131,072 of llama-3-8b"),

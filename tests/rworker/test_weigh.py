@@ -153,5 +153,5 @@ def test_a_question_past_the_end_is_refused() -> None:
     worker, q = in_step(layer, 40, "float32")
     held, beyond = WeighedPart(0, 0, 41, 0, 42), WeighedPart(0, 0, 99, 0, 100)
     assert len(weigh(worker, Weighing(held, 16, (0,), (q,)))) == 3
-    with pytest.raises(ValueError, match="100 tokens make 7 blocks, and 3 are here"):
+    with pytest.raises(ValueError, match="100 tokens make 7 blocks, not 3"):
         weigh(worker, Weighing(beyond, 16, (0,), (q,)))

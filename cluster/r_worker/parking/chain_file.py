@@ -60,12 +60,11 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole chain."""
+        """The number of tokens of the whole chain."""
         return self.num_blocks * self.block_size + self.rest
 
     @property
     def num_marks(self) -> int:
-        """The number of marks."""
         return num_marks(self.num_blocks, self.block_size, self.rest)
 
     @property
@@ -79,18 +78,16 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return self.num_block_pieces + (self.end_bytes > 0)
 
     def piece_tokens(self, number: int) -> int:
-        """Return the tokens in blocks of piece ``number``."""
+        """Return the number of tokens in the blocks of piece ``number``."""
         return min(PIECE_TOKENS, self.num_blocks * self.block_size - number * PIECE_TOKENS)
 
     def piece_bytes(self, number: int) -> int:
-        """Return the bytes of piece ``number``."""
         if number == self.num_block_pieces:
             return self.end_bytes
         return self.piece_tokens(number) // self.block_size * self.block_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file."""
         start = len(MAGIC) + _LENGTH.size + len(msgspec.json.encode(self)) + self.num_marks * MARK_BYTES
         pieces = self.num_pieces * _CHECKSUM_BYTES + self.num_blocks * self.block_bytes + self.end_bytes
         return start + _DIGEST_BYTES + pieces
@@ -171,7 +168,7 @@ class ChainReader:
         return file_name(self.head.fingerprint, self.marks[-1])
 
     def place(self, number: int) -> tuple[int, bytes]:
-        """Return the offset of piece ``number`` in the file, and the start of its checksum."""
+        """Return the offset of piece ``number`` in the file, and the seed of its checksum."""
         head = self.head
         blocks_before = min(number * PIECE_TOKENS // head.block_size, head.num_blocks)
         offset = self._start + (number + 1) * _CHECKSUM_BYTES + blocks_before * head.block_bytes
@@ -222,7 +219,6 @@ class ChainReader:
             yield piece
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
         self._file.close()
 
     def _read_start(self) -> tuple[Head, tuple[bytes, ...]]:

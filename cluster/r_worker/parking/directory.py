@@ -31,15 +31,15 @@ def chain_files(folder: Path) -> list[Path]:
 class ParkDirectory:
     """One R-worker's folder. A file's modification time is the time of its chain's last use.
 
-    ``num_bytes``: bytes of its files, at most ``most_bytes``. ``after_seconds``: unused time after which chains are
+    ``num_bytes``: bytes of all its files, at most ``most_bytes``. ``after_seconds``: a prefix unused for this long is
     parked.
     """
 
     def __init__(self, place: ParkPlace) -> None:
         """Make the folder, readable by this user only, and remove unfinished files.
 
-        Its limit is that of ``place``, or else the bytes of its files plus half of the disk's free space. Raise
-        ConfigError if the folder cannot be made.
+        If ``place`` sets no limit, the folder may grow by half of the disk's free space. Raise ConfigError if the
+        folder cannot be made.
         """
         self.folder, self.after_seconds = place.folder, place.after_seconds
         try:
@@ -56,7 +56,6 @@ class ParkDirectory:
 
     @property
     def num_chains(self) -> int:
-        """The number of chains in the folder."""
         return len(self._sizes)
 
     @property
@@ -82,7 +81,7 @@ class ParkDirectory:
     def make_room(self, head: Head, name: str) -> list[str] | None:
         """Drop chains, oldest use first, until a chain with ``head`` fits as file ``name``; return the dropped names.
 
-        The chain will replace a file of that name. Return None, and drop nothing, if it exceeds the folder's limit.
+        The chain will replace a file of that name. Return None, and drop nothing, if the chain alone exceeds the limit.
         """
         needed = head.file_bytes
         if needed > self.most_bytes:
@@ -132,7 +131,7 @@ class ParkDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_nlink:
                     return lock
-                os.close(lock)  # the lock's previous holder has removed the folder
+                os.close(lock)  # this file is deleted: its previous holder removed the folder when it closed
                 make_folder(self.folder, 0o700)
                 lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except BlockingIOError:

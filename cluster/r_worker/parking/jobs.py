@@ -108,7 +108,7 @@ class WakeJob(_Job):
         self._num_wanted, self._reader = num_wanted, reader
         has_blocks = reader.head.block_bytes > 0
         self._num_pieces, self._next = -(-num_wanted // PIECE_TOKENS) if has_blocks else 0, 0
-        # Bytes of pieces read into the cache between two looks at the time
+        # Bytes of pieces read into the cache between two checks of the deadline
         at_once_bytes = 1 << 23
         self._most = max(worker.num_threads, at_once_bytes // reader.head.piece_bytes(0))
         self._num_fetched = 0
@@ -128,7 +128,7 @@ class WakeJob(_Job):
             return False
 
     def _take(self, count: int) -> None:
-        """Read the next pieces into the cache, if they are in memory."""
+        """Read the next ``count`` pieces into the cache, and check their checksums."""
         numbers = range(self._next, self._next + count)
         counts = [min(PIECE_TOKENS, self._num_wanted - number * PIECE_TOKENS) for number in numbers]
         places = [(tokens, *self._reader.place(number)) for number, tokens in zip(numbers, counts, strict=True)]
@@ -141,7 +141,7 @@ class WakeJob(_Job):
         self._next += count
 
     def _take_end(self, deadline: float) -> bool:
-        """Add the tokens after the last block and the states to the sequence; return True."""
+        """Add the tokens after the last block and the states to the sequence; return True, since that completes it."""
         self._end = self._end or self._threads.submit(self._reader.end)
         head, data = self._reader.head, self._end.result(max(0.0, deadline - time.monotonic()))
         start = head.num_tokens - head.rest if head.block_bytes else 0
@@ -157,15 +157,15 @@ class WakeJob(_Job):
             return 0
 
     def _num_cached(self) -> int:
-        """Return how many of the next pieces are in memory, at most as many as are read at once."""
+        """Return how many of the next pieces are in the page cache, at most as many as are read at once."""
         end = min(self._next + self._most, self._num_pieces)
         return next((n for n in range(self._next, end) if not self._reader.is_cached(n)), end) - self._next
 
     def _fetch(self, deadline: float) -> int:
-        """Let the disk's thread fetch the next pieces into memory; return 1 once the first of them is there."""
+        """Let the disk's thread read the next pieces into the page cache; return 1 once the first piece is there."""
         first = self._num_fetched - len(self._pending)
         self._num_fetched = max(self._num_fetched, self._next)
-        # Pieces that the disk's thread fetches in advance if they are not in memory
+        # Number of pieces that the disk's thread reads in advance
         read_ahead = 4
         while self._num_fetched < min(self._next + read_ahead, self._num_pieces):
             self._pending.append(self._threads.submit(self._reader.fetch, self._num_fetched))
@@ -176,7 +176,6 @@ class WakeJob(_Job):
         return 1
 
     def close(self) -> None:
-        """Close the file."""
         self._settle()
         if self._end:
             wait([self._end])

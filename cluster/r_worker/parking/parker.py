@@ -61,7 +61,6 @@ class Parker:
         self._dropped: tuple[bytes, ...] = ()
 
     def chains(self, model: str) -> list[Chain]:
-        """See ``Parks.chains``."""
         self._give_up()
         cache = fingerprint(replace(self._layout, kv_port="", isa="auto"), self._worker.block_size)
         form = block_form(self._layout, self._worker)
@@ -91,7 +90,6 @@ class Parker:
         return self._go_on(self._path(chain.name), patience_ms)
 
     def wake(self, patience_ms: int, sequence_id: int, num_blocks: int, name: bytes) -> Parked:
-        """See ``Parks.wake``."""
         path = self._path(name)
         if self._asked != (asked := (sequence_id, num_blocks, name)):
             self._give_up()
@@ -134,12 +132,12 @@ class Parker:
         num_tokens, head = num_blocks * self._worker.block_size, reader.head
         if (head.fingerprint, reader.marks[-1]) != (self._fingerprint, name):
             reader.close()
-            raise ChainError(f"{path}: it belongs to another cache")
+            raise ChainError(f"{path}: this file belongs to another cache")
         whole = head.num_blocks * head.block_size
         needs_all = head.end_bytes > 0 or num_tokens % PIECE_TOKENS > 0
         if not 0 < num_tokens <= whole or (needs_all and num_tokens != whole):
             reader.close()
-            raise ValueError(f"wake: {num_tokens} tokens are no whole pieces of {whole}")
+            raise ValueError(f"wake: {num_tokens} tokens are no whole pieces of a chain of {whole} tokens")
         return WakeJob(self._worker, self._threads, sequence_id, num_tokens, reader)
 
     def _head(self, chain: Chain) -> Head:
@@ -155,7 +153,7 @@ class Parker:
 
     def _path(self, name: bytes) -> Path:
         if not self._fingerprint or len(name) != MARK_BYTES:
-            raise ValueError("park: the S-worker has not said of which model its caches are")
+            raise ValueError("park: the S-worker has not said of which model its caches are: PARKING must come first")
         return self._directory.path(self._fingerprint, name)
 
     def _lost(self, path: Path, error: Exception) -> Parked:
@@ -174,7 +172,7 @@ class Parker:
 
     def _keep_room(self, at_once: bool = False) -> None:
         """Commit memory for chains that may be woken, if there are any."""
-        # Memory for ``chains_ahead`` of the longest chain, but at least ``least_ahead_bytes``, is committed ahead
+        # The memory to commit is ``chains_ahead`` times the largest file, but at least ``least_ahead_bytes``
         chains_ahead, least_ahead_bytes = 2, 1 << 26
         if largest := self._directory.largest:
             self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)

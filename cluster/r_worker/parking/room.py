@@ -26,7 +26,7 @@ class Room:
         self._end = 0
 
     def keep(self, num_bytes: int, at_once: bool = False) -> None:
-        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: without pauses for steps."""
+        """Keep memory committed for ``num_bytes`` beyond what is in use. ``at_once``: do not wait for steps."""
         self.stop()
         # At most 1 / ``most_of_cache`` of the cache is committed ahead of its use
         most_of_cache = 8

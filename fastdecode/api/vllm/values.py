@@ -29,7 +29,7 @@ def read_count(text: str) -> int:
     whole, fraction, unit = match.groups()
     if fraction and unit.isupper():
         raise ValueError(
-            f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole"
+            f"must have no fraction before {unit}, a power of two: give {text.strip().lower()}, or a whole number"
         )
     multiples = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     return round(float(whole + (fraction or "")) * multiples[unit]) if fraction else int(whole) * multiples[unit]

@@ -1,4 +1,4 @@
-"""The R-workers of a configuration: the attention backend, their cores and memory, and checks that these suffice."""
+"""Construction of the attention backend from the settings: R-workers, their cores and memory, and checks of these."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def make_backend(
     insists: bool = True,
 ) -> AttentionBackend:
     """Return a backend over the R-workers in ``config.r_workers``; R-workers of this machine run on ``cores``.
-    If R-workers may join, it has a listener for them, which also adds joining prefill workers to ``prefill_workers``.
-    ``model``: the model's identity; ``run``: the journal's run. From these names R-workers know whether this engine
-    continues the session that they keep. ``insists``: take the session from an earlier S-worker that is silent.
-    ``ray_job``: from ``place_on_ray``.
+    If R-workers may join, a listener accepts them. It also passes prefill workers that join to ``prefill_workers``.
+    ``model``: the model's identity. ``run``: the journal's run. R-workers that keep a session compare both with the
+    session, to decide whether this engine may continue it. ``insists``: take the session even from an S-worker that is
+    only silent; otherwise only from one that has stopped. ``ray_job``: from ``place_on_ray``.
     """
     ray_job = ray_job or place_on_ray(config)
     listener: JoinListener | None = None
@@ -101,23 +101,23 @@ def with_key_of(ray_job: Any, config: EngineConfig, cleanup: ExitStack) -> Engin
 
 
 def parks_of(backend: AttentionBackend) -> Parks | None:
-    """Return the access to disks of the R-workers behind ``backend``; None if it cannot reach them."""
+    """Return access to the disks on which R-workers of ``backend`` park prefixes; None if they cannot be reached."""
     from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 
     return PoolParks(backend) if isinstance(backend, PoolBackend) else None
 
 
 def journal_copies(backend: AttentionBackend) -> Place:
-    """Return R-workers' memory as a place for a journal. Raise BackendError if ``backend`` cannot reach it."""
+    """Return a ``Place`` for a journal in R-workers' memory. Raise BackendError if ``backend`` cannot reach it."""
     from fastdecode.cluster.pool.backend import PoolBackend
 
     if not isinstance(backend, PoolBackend):
-        raise BackendError(f"journal: {ON_R_WORKERS} are for R-workers of one S-worker process")
+        raise BackendError(f"journal: {ON_R_WORKERS} works with a single S-worker process only: give a folder instead")
     return optional("journal copies").JournalCopies(backend)
 
 
 def pool_layout(config: EngineConfig, layout: KVLayout, ranks_on_one_machine: bool = True) -> KVLayout:
-    """Return ``layout``, of a model or a rank's part, with the settings that R-workers need from ``config``."""
+    """Return ``layout``, of a whole model or a rank's shard, with the settings that R-workers need from ``config``."""
     told = replace(layout, isa=config.uniform_arithmetic, kv_port=_kv_port(config, ranks_on_one_machine))
     num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
     told = told.keeping(1 + num_drafts) if num_drafts or config.kv_replicas > 1 else told
@@ -173,16 +173,16 @@ def tuning() -> Tuning:
 def keep_states_here(
     config: EngineConfig, backend: AttentionBackend, layout: KVLayout, max_model_len: int
 ) -> StateRoom | None:
-    """Keep the recurrent states of ``layout`` in this process, not on R-workers, if ``config`` says so.
-    Return the room for states, or None. ``backend`` must not be open yet. Raise CapacityError if the room is too small
-    for all sequences in flight, of up to ``max_model_len`` tokens, with one state for each range.
+    """Keep recurrent states in this process instead of on R-workers, if ``config.state_on`` is "s".
+    Return the memory reserved for states, or None. Call this before ``backend`` is opened. Raise CapacityError if the
+    memory is too small for the states of all sequences in flight: one for each range of up to ``max_model_len`` tokens.
     """
     if config.state_on != "s":
         return None
     from fastdecode.cluster.pool.backend import PoolBackend
 
     if not isinstance(backend, PoolBackend):
-        raise BackendError("state_on: 's' is for R-workers of one S-worker process")
+        raise BackendError("state_on: 's' works with a single S-worker process only: give 'r' instead")
     pairs = optional("state pairs")
     memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
     num_ranges = -(-max_model_len // (config.kv_shard_tokens or max_model_len))
@@ -198,7 +198,7 @@ def keep_states_here(
 def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, insists: bool) -> PoolBackend:
     spec = config.r_worker_spec
     if spec.kind == "tcp":
-        return _listening(config, model, run, insists)
+        return _listening_pool(config, model, run, insists)
     if spec.kind == "join":
         return optional("TCP pool").JoiningBackend(spec.count)
     if spec.kind == "mpi":
@@ -221,8 +221,8 @@ def _make_pool(config: EngineConfig, cores: list[int], model: str, run: Run, ins
     return InprocBackend(sizes, config.block_size, config.separate_cores, security, config.park)
 
 
-def _listening(config: EngineConfig, model: str, run: Run, insists: bool) -> PoolBackend:
-    """Return the pool of listening R-workers, which continue the session that ``config`` names."""
+def _listening_pool(config: EngineConfig, model: str, run: Run, insists: bool) -> PoolBackend:
+    """Return a pool of R-workers that listen for connections; they continue the session that ``config`` names."""
     from fastdecode.cluster.wire.leases import AskedLease
 
     this, before = f"{model} {run.name}", f"{model} {run.before}" if run.before else ""
@@ -239,8 +239,8 @@ def _listening(config: EngineConfig, model: str, run: Run, insists: bool) -> Poo
 
 def prepare(config: EngineConfig) -> None:
     """Prepare what an engine needs before it loads its model. Raise ConfigError for settings that would fail later.
-    Check the environment variables of R-workers on this machine. With MPI, also join the job here. So the other ranks
-    need not wait for the model, and end with this process if the model cannot be loaded.
+    Check the environment variables of R-workers on this machine. In an MPI job, join the job before the model is
+    loaded: then the other ranks do not wait for the model, and they end with this process if loading fails.
     """
     spec, prefill = config.r_worker_spec, config.prefill_worker_spec
     if config.in_mpi_job:
@@ -263,11 +263,13 @@ def kv_cache_bytes(config: EngineConfig) -> int:
 
 def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, workers: Sequence[RWorkerInfo]) -> None:
     """Raise CapacityError unless each R-worker, or all together, can hold a sequence of ``max_model_len`` tokens.
-    The message says how much memory that takes. Raise ConfigError if there is one R-worker for two copies.
+    The message says how much memory is needed. Raise ConfigError if ``config`` wants two copies and there is one
+    R-worker.
     """
     placing = config.placing
     if not config.pool_listen:
-        placing.check_r_workers(max(len(workers), config.num_r_workers))  # lost R-workers count too
+        # The configured number counts too, since some of these R-workers may be lost at present.
+        placing.check_r_workers(max(len(workers), config.num_r_workers))
     num_blocks, fixed = [worker.num_blocks for worker in workers], max(worker.state_blocks for worker in workers)
     one_piece = not may_cut(layout, config.kv_shard_tokens is not None) or not placing.may_cut
     block_size = workers[0].block_size

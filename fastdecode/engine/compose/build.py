@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine. ``config``: the settings of this rank; ``companions``: all companions of the cycle."""
+    """The parts of an engine; the cycle calls the ``companions`` among them. ``config``: the settings of this rank."""
 
     config: EngineConfig
     s_model: SModel
@@ -70,15 +70,15 @@ class Parts:
 
     @property
     def companions(self) -> tuple[Companion, ...]:
-        """The companions that exist, in the order of their turns."""
+        """The parts that the cycle calls before and after each step, in the order of the calls."""
         return tuple(each for each in (self.membership, self.parking, self.prefills, self.speculation) if each)
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """The R-workers, opened with caches for a model.
-    ``ranks``: ``backend`` itself if several ranks share the model, else None. ``state_room``: room for recurrent states
-    if the S-worker keeps them, else None.
+    """The R-workers after they have allocated caches for a model.
+    ``ranks``: ``backend`` itself if several ranks share the model, else None. ``state_room``: memory for recurrent
+    states if the S-worker keeps them, else None.
     """
 
     backend: AttentionBackend
@@ -91,8 +91,8 @@ class _Pool:
 def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitStack) -> Parts:
     """Load the model, open its R-workers (``backend``, or those in ``config``) and join all parts.
 
-    ``cleanup`` frees what was started, also after an error. Raise the FastDecodeError of any part. On a rank other than
-    the first this does not return.
+    ``cleanup`` frees what was started, also after an error. Raise the FastDecodeError of any part. With tensor
+    parallelism, only rank 0 returns: the other ranks compute here until the job ends.
     """
     if config.profile:
         config = optional("timed steps").with_absorption(config)
@@ -102,7 +102,7 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
         prepare(config)
     r_cores = usable_cores()
     cleanup.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-    ray_job = None if backend else place_on_ray(config)  # if this fails, no model is loaded
+    ray_job = None if backend else place_on_ray(config)  # before the model is loaded, since this may fail
     if ray_job:
         cleanup.callback(ray_job.end)
         config = with_key_of(ray_job, config, cleanup)
@@ -131,9 +131,10 @@ def build(config: EngineConfig, backend: AttentionBackend | None, cleanup: ExitS
 def _first_pool(
     config: EngineConfig, open_pool: Callable[[Run, bool, ExitStack], _Pool], cleanup: ExitStack
 ) -> tuple[_Pool, Run]:
-    """Return the result of ``open_pool`` and its run. A standby repeats the call until the earlier S-worker is gone.
-    The standby takes the session over (``insists``) once the heartbeat in the journal's folder stops. Without a folder,
-    R-workers notice that the earlier S-worker is silent.
+    """Return the result of ``open_pool``, and the journal's run. A standby retries until it gets the session.
+    R-workers refuse a standby while the earlier S-worker runs. With a journal folder, the standby takes the session
+    (``insists``) once the heartbeat in that folder stops. Without a folder, it waits until the R-workers drop the
+    earlier S-worker, which has ended or is silent.
     """
     folder = config.journal_folder if config.stands_by else None
     pulse = optional("pulse").Listening(folder) if folder else None
@@ -219,8 +220,8 @@ def _put_together(
 def _make_prompts(
     config: EngineConfig, model: SModel, pool: _Pool, num_tokens: int, cleanup: ExitStack
 ) -> PromptCache | None:
-    """Return the cache that attends up to ``num_tokens`` prompt tokens on this process's cores.
-    Return None if torch attends prompts, or the S-worker attends none.
+    """Return a cache on this process's cores, which attends up to ``num_tokens`` prompt tokens.
+    Return None if R-workers attend all prompts, or if torch does so on a GPU.
     """
     if model.on_gpu and num_tokens and is_quantized(pool.layout.kv_dtype):
         logger.warning(
@@ -258,7 +259,7 @@ def _make_speculation(
     cleanup: ExitStack,
     lead: Lead | None,
 ) -> Any:
-    """Return the companion that drafts for requests ``in_flight``; None without drafting.
+    """Return the companion that drafts tokens for the requests ``in_flight``; None without speculative decoding.
     ``lead``: see ``make_drafter``.
     """
     if config.speculative is None:

@@ -55,8 +55,8 @@ def make_journal(
 
 
 def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: Journal, keeps: bool) -> None:
-    """Continue from the tokens that R-workers hold of sequences in ``journal``.
-    ``keeps``: R-workers keep their caches for a later engine, so record cache ids in the journal.
+    """Register the cached tokens that R-workers have kept of the sequences in ``journal``, so that these continue.
+    ``keeps``: R-workers keep their caches for a later engine too, so cache ids are recorded in the journal.
     """
     scheduler.store.names.is_wanted = keeps
     held = {index: worker.held for index, worker in enumerate(r_workers) if worker.held}
@@ -68,8 +68,8 @@ def resume_session(scheduler: Scheduler, r_workers: list[RWorkerInfo], journal: 
     elif keeps and any(each.token_ids for each in known.values()):
         logger.warning("no R-worker has kept caches of the session: this engine computes them again")
     if keeps and not in_one_place:
-        # If an R-worker is lost in the first step, rows that attended on it are wrong. Unless the journal says how many
-        # rows are correct, a later engine would use the wrong ones.
+        # If an R-worker is lost in the first step, other R-workers have cached wrong rows of its sequences. Without the
+        # number of correct rows in the journal, a later engine would use the wrong ones.
         adopted = {each.sequence_id: scheduler.store.adopted.num_adopted(each.sequence_id) for each in known.values()}
         journal.reached({each: adopted[each] for each, *_, tokens in known.values() if adopted[each] < len(tokens)})
 

@@ -29,14 +29,14 @@ def make_prompt_backend(
     config: EngineConfig, layout: KVLayout, num_tokens: int, r_workers: Sequence[RWorkerInfo]
 ) -> AttentionBackend:
     """Return an open R-worker in this process for ``num_tokens`` tokens of prompts in progress.
-    It runs on the S-worker's cores. It uses the instruction set that all ``r_workers`` use, if this processor supports
-    it. Then a token does not depend on where it was computed.
+    It runs on the S-worker's cores, with the instruction set of all ``r_workers`` if this processor has it. So results
+    do not depend on whether a prompt attends here or on an R-worker.
     """
     from fastdecode.cluster.pool.inproc import InprocBackend
     from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, has_isa
 
     cores = config.s_core_list or usable_cores()
-    # each prompt's last block may be partly empty
+    # one block more per prompt, since its last block may be partly empty
     num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs
     num_bytes = num_blocks * block_bytes(layout, config.block_size) + layout.weight_bytes
     backend = InprocBackend([RWorkerSize(num_bytes, config.s_thread_count, tuple(cores))], config.block_size)
@@ -46,8 +46,8 @@ def make_prompt_backend(
 
 
 def layer_cache_maker(config: EngineConfig, num_tokens: int) -> Callable[[KVLayout], Any]:
-    """Return a function that makes an ``_rworker.RWorker`` for one layer and one sequence of ``num_tokens`` tokens.
-    It uses the S-worker's threads.
+    """Return a function that makes a one-layer cache (``_rworker.RWorker``) for a sequence of ``num_tokens`` tokens.
+    The cache computes with the S-worker's threads.
     """
     from fastdecode.cluster.r_worker.host import make_layer_cache
 

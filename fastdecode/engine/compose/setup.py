@@ -1,4 +1,4 @@
-"""Parts of an engine made from settings and loaded parts, and a check that settings and layers fit together."""
+"""Makes the scheduler and other parts of an engine from its settings, and checks that settings and layers fit."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def make_scheduler(
     state_room: StateRoom | None,
 ) -> Scheduler:
     """Return the scheduler for ``config``.
-    Prompts of up to ``scratch_tokens`` tokens in all attend on the S-worker. If ``config`` sets a target time between
-    tokens, step times come from a profile, or some steps are timed. ``prefill_policy``: None without prefill workers.
-    ``state_room``: set if the S-worker keeps recurrent states.
+    At most ``scratch_tokens`` prompt tokens at a time attend on the S-worker. If ``config`` has a target time between
+    tokens, step times come from its profile; without a profile, some steps are timed now. ``prefill_policy``: None
+    without prefill workers. ``state_room``: None if R-workers keep recurrent states.
     """
     schedule = SCHEDULES[config.schedule]
     budget = config.max_num_batched_tokens
@@ -80,13 +80,13 @@ def make_scheduler(
         placing=placing,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
         state_blocks=max(worker.state_blocks for worker in r_workers),
-        **_of_states_here(state_room, config.block_size * model.layout.room_bytes_per_token),
+        **_state_limits(state_room, config.block_size * model.layout.room_bytes_per_token),
     )
     return Scheduler(schedule, limits, prefill_policy, _draft_policy(limits, calibrated))
 
 
-def _of_states_here(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
-    """Return the ``Limits`` fields for recurrent states on the S-worker.
+def _state_limits(room: StateRoom | None, block_bytes: int) -> dict[str, int]:
+    """Return the fields of ``Limits`` about recurrent states on the S-worker; none if ``room`` is None.
     ``block_bytes``: bytes of an R-worker's block.
     """
     if room is None:
@@ -105,10 +105,10 @@ def _draft_policy(limits: Limits, calibrated: StepTime | None) -> DraftPolicy | 
 def make_parking(
     config: EngineConfig, model: SModel, parks: Parks | None, r_workers: Sequence[RWorkerInfo], limits: Limits
 ) -> Parking | None:
-    """Return the companion that parks prefixes of ``model`` on the disks of ``r_workers`` and of later ones.
+    """Return the companion that parks prefixes on R-workers' disks, also those of R-workers that join later.
 
-    Return None without prefix caching. ``parks``: None if R-workers have no disks. Parked ranges are of use only to
-    an engine whose ranges have the same length.
+    Return None without prefix caching, or if ``parks`` is None: R-workers have no disks then. An engine finds only
+    prefixes that were parked with its own segment length.
     """
     if parks is None or not limits.prefix_caching:
         return None
@@ -118,9 +118,9 @@ def make_parking(
 
 
 def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo]) -> int:
-    """Return how many prompt tokens may attend on the S-worker at a time.
-    A hybrid model has none, since R-workers hold its states. By default there are none if all R-workers share the
-    S-worker's cores, since nothing could overlap.
+    """Return how many prompt tokens may attend on the S-worker at a time; 0 if all prompts attend on R-workers.
+    The number is 0 for a hybrid model, since R-workers hold its states. By default it is also 0 if all R-workers share
+    the S-worker's cores, since then R-workers could not work at the same time.
     """
     shares_cores = not model.on_gpu and not any(worker.own_cores for worker in r_workers)
     if model.layout.cannot("scratch") or (config.prefill_scratch is None and shares_cores):
@@ -129,8 +129,8 @@ def prompt_tokens(config: EngineConfig, model: SModel, r_workers: Sequence[RWork
 
 
 def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_gpu: bool = False) -> int:
-    """Return for how many prompt tokens the S-worker may hold keys and values in ``free_bytes``.
-    They have the cache's dtype, but on a GPU the model's.
+    """Return for how many prompt tokens the S-worker may hold keys and values, if ``free_bytes`` of memory are free.
+    Keys and values have the cache's dtype, or the model's dtype on a GPU.
     """
     elements = sum(layer.kv_elements for layer in layout.layers)
     token_bytes = elements * ITEM_BYTES[layout.model_dtype] if on_gpu else layout.kv_bytes_per_token
@@ -140,7 +140,7 @@ def scratch_tokens(config: EngineConfig, layout: KVLayout, free_bytes: int, on_g
 
 
 def _bandwidths(r_workers: Sequence[RWorkerInfo]) -> tuple[float, ...]:
-    """Return each R-worker's measured read bandwidth; equal numbers unless all R-workers measured theirs."""
+    """Return each R-worker's measured read bandwidth; 1.0 for every R-worker if any has not measured its own."""
     measured = tuple(worker.read_gb_per_s for worker in r_workers)
     return measured if all(measured) else (1.0,) * len(measured)
 

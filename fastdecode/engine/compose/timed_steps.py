@@ -1,4 +1,4 @@
-"""Step times that settings may ask for: from a hardware profile, or from steps that are timed at the start."""
+"""Forecasts of step times: from a hardware profile, or from steps that are timed when the engine starts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ CPU_TILE_TOKENS = 64
 
 
 def budget_within(target_seconds: float, step_time: StepTime, least: int, most: int) -> int:
-    """Return the most tokens of a step within ``target_seconds``: Sarathi-Serve's τ, from ``least`` to ``most``.
-    ``least``: one token per decoding sequence. Raise ConfigError if even these take more than ``target_seconds``.
+    """Return the largest number of tokens, from ``least`` to ``most``, whose step takes at most ``target_seconds``.
+    This is Sarathi-Serve's token budget τ. ``least``: one token per decoding sequence. Raise ConfigError if a step of
+    ``least`` tokens takes longer.
     """
     if step_time(least, 0) > target_seconds:
         raise ConfigError(
@@ -41,8 +42,8 @@ def budget_within(target_seconds: float, step_time: StepTime, least: int, most: 
 
 
 def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_tokens: int) -> MeasuredStepTime:
-    """Time steps of one prompt chunk each, doubling up to ``most_tokens`` tokens; return the times.
-    The steps run on the R-worker with most room, and leave no tokens in its cache.
+    """Time steps with one prompt chunk each, whose lengths double up to ``most_tokens``; return the times.
+    The steps run on the R-worker with most free memory, and leave no tokens in its cache.
     """
     index = max(range(len(r_workers)), key=lambda each: r_workers[each].room_tokens)
     most_tokens = min(most_tokens, r_workers[index].room_tokens)
@@ -56,7 +57,7 @@ def profile_steps(s_worker: SWorker, r_workers: Sequence[RWorkerInfo], most_toke
 def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens: int) -> float:
     """Return the seconds of the faster of two steps with ``num_tokens`` prompt tokens on R-worker ``index``."""
     attends = s_worker.layout.cannot("scratch") is not None
-    # An id of no other sequence: R-workers may hold any sequence of an earlier engine
+    # No other sequence has this id, not even one that R-workers hold for an earlier engine
     trial_id = 1 << 62
     chunk = Chunk(trial_id, index, 0, [0] * num_tokens, attends=attends, samples=False, is_decode=False)
     step = ScheduledStep((MiniBatch.of([chunk]),), ((),) * num_r_workers)
@@ -73,8 +74,8 @@ def _step_seconds(s_worker: SWorker, index: int, num_r_workers: int, num_tokens:
 
 
 def with_absorption(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with latent absorption "r" if it is "auto" and faster on R-workers according to the profile.
-    Every rank comes to the same decision.
+    """Return ``config`` with latent absorption decided: "auto" becomes "r" if the profile says that this is faster.
+    With "r", R-workers multiply the latents (MLA) by the K and V projections. Every rank decides the same.
     """
     if config.latent_absorption != "auto" or config.profile is None:
         return config
@@ -92,7 +93,7 @@ def with_absorption(config: EngineConfig) -> EngineConfig:
 def live_step_model(
     config: EngineConfig, model: SModel, r_workers: Sequence[RWorkerInfo], num_mini_batches: int
 ) -> StepModel:
-    """Return the model of this engine's steps from ``config.profile``.
+    """Return the ``StepModel`` that forecasts this engine's step times from ``config.profile``.
 
     Raise ProfileError if the profile is of another machine or model.
     """
@@ -115,7 +116,7 @@ def live_step_model(
         deployed_step_model(profile, shape, model.layout.kv_dtype, replace(deployment, r_worker=name)) for name in names
     )
     tokens = config.max_num_seqs
-    # a step ends when the slowest R-worker has answered
+    # the slowest R-worker's times, since a step waits for all R-workers
     return max(each, key=lambda steps: steps(tokens, tokens * model.max_model_len))
 
 

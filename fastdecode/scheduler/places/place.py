@@ -1,4 +1,4 @@
-"""The place of a sequence's cache: a list of segments, each with its copies on R-workers."""
+"""The place of a sequence's cache: a list of segments, each with copies on R-workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A full KV block with the number of sequences and of retained prefixes that share it."""
+    """A full KV block, with the numbers of sequences and of retained prefixes that use it."""
 
     num_sequences: int = 1
     num_prefixes: int = 0
@@ -20,7 +20,7 @@ class Block:
 @dataclass(eq=False, slots=True)
 class Copy:
     """The keys and values of a segment on one R-worker.
-    Its first blocks are ``shared`` with the prefix cache or other sequences, and retained as prefix ``prefix_id``.
+    ``shared``: its first blocks, which the prefix cache or other sequences use too; they are retained as ``prefix_id``.
     """
 
     worker: int
@@ -28,14 +28,15 @@ class Copy:
     prefix_id: int | None = None
 
     def share(self, num_blocks: int) -> list[Block]:
-        """Return the first ``num_blocks`` full blocks of this copy, marked as shareable."""
+        """Return the first ``num_blocks`` full blocks of this copy as ``Block`` objects, which others may use too."""
         self.shared += [Block() for _ in range(num_blocks - len(self.shared))]
         return self.shared[:num_blocks]
 
 
 class Columns(Protocol):
-    """Columns of a table with one row per sequence that has a cache, int64 [num_rows].
-    They hold the tail's start, number of blocks and home R-worker, the number of cached tokens, and the last token.
+    """Columns of a table with one row per cached sequence, int64 [num_rows].
+    For the segment to which a sequence appends: its start, blocks, and R-worker. Then cached tokens, and the last
+    token.
     """
 
     @property
@@ -60,10 +61,10 @@ UNNAMED = 0
 
 class Segment:
     """Consecutive tokens of a sequence, which R-workers hold as their own sequence ``cache_id``.
-    The tokens begin at ``start``; each of ``copies`` holds all of them. The first copy is the home. A segment without
-    copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per R-worker, which
-    include blocks for coming tokens. These numbers of a growing segment are kept in a row of a table, so that thousands
-    of segments advance as arrays.
+    The tokens begin at ``start``; each of ``copies`` holds all of them. The R-worker of the first copy is called home.
+    A segment without copies is lost, or not placed yet. ``num_tokens`` tokens are cached, in ``num_blocks`` blocks per
+    R-worker, some of them for coming tokens. While a segment grows, a row of a table holds these two numbers, so that
+    thousands of segments can advance as arrays.
     """
 
     __slots__ = ("_columns", "_num_blocks", "_num_tokens", "_row", "cache_id", "copies", "start")
@@ -100,7 +101,7 @@ class Segment:
 
     @property
     def workers(self) -> list[int]:
-        """The indices of the R-workers with a copy, the home first."""
+        """The indices of the R-workers with a copy, the first copy's first."""
         return [copy.worker for copy in self.copies]
 
     @property
@@ -118,12 +119,12 @@ class Segment:
         return next((copy for copy in self.copies if copy.worker == worker), None)
 
     def bind(self, columns: Columns, row: int) -> None:
-        """Keep the segment's numbers of tokens and blocks in ``row`` of ``columns`` until ``release``."""
+        """From now on, keep the numbers of tokens and blocks in ``row`` of ``columns``, until ``release``."""
         num_tokens, num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = columns, row
         self.num_tokens, self.num_blocks = num_tokens, num_blocks
 
     def release(self) -> None:
-        """Copy the numbers of tokens and blocks out of the table row, so that another segment can use the row."""
+        """Keep the numbers of tokens and blocks here again, so that another segment can use the table row."""
         self._num_tokens, self._num_blocks = self.num_tokens, self.num_blocks
         self._columns, self._row = None, -1

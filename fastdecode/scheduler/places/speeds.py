@@ -14,7 +14,7 @@ from fastdecode.core.step import ScheduledStep
 
 @dataclass(frozen=True)
 class Observed:
-    """One step's seconds: the S-worker's own, its waiting for R-workers, and each R-worker's busy seconds."""
+    """The seconds of one step: the S-worker's own, its waiting for R-workers, and each R-worker's busy seconds."""
 
     step: ScheduledStep
     s_seconds: float
@@ -27,8 +27,7 @@ class Observed:
         step = self.step
         if step.is_decode:
             return True
-        # Highest ratio of prompt rows to attended KV tokens at which busy seconds show speeds. R-workers also store
-        # prompt rows, which would look like slowness.
+        # Most prompt rows per attended KV token at which busy seconds show speeds: storing prompt rows takes time too
         most_prompt_rows = 0.05
         return step.num_prompt_rows <= most_prompt_rows * sum(step.kv_loads) and step.only_decodes_attend
 
@@ -36,7 +35,7 @@ class Observed:
     def decodes(self) -> bool:
         """True if the step had rows and all were decodes.
 
-        A step may also only sample first tokens of arrived prompts.
+        A step without rows only samples the first tokens of prompts from prefill workers.
         """
         return self.step.is_decode and self.step.num_tokens > 0
 
@@ -50,8 +49,8 @@ class Observer(Protocol):
 
 class Decayed:
     """Decaying sums of observed values: float64 [num_sums], or [num_sums, n] for n things observed separately.
-    ``kept``: the weight of the past after another observation. About the last 1 / (1 - kept) observations count. The
-    ratio of two sums is a mean over them.
+    ``kept``: the factor by which each observation reduces the weight of all earlier ones. About the last 1 / (1 - kept)
+    observations count. A mean is the ratio of two sums.
     """
 
     def __init__(self, kept: float, *shape: int) -> None:
@@ -59,14 +58,14 @@ class Decayed:
         self.sums = np.zeros(shape)
 
     def add(self, *values: Any, where: np.ndarray | None = None) -> None:
-        """Add one of ``values`` to each sum. ``where``, bool [n]: which of n things were observed; None means all."""
+        """Add one of ``values`` to each sum. ``where``, bool [n]: which of n things were observed; None for all."""
         if where is None:
             self.sums = self.kept * self.sums + values
         else:
             self.sums = np.where(where, self.kept * self.sums + values, self.sums)
 
     def ratio(self, top: int, bottom: int, least: float = 1e-300) -> float:
-        """Return sum ``top`` divided by sum ``bottom``, or by ``least`` if that is larger than sum ``bottom``."""
+        """Return sum ``top`` divided by sum ``bottom``, or by ``least`` if that is larger."""
         return float(self.sums[top] / max(self.sums[bottom], least))
 
     def resize(self, num_things: int) -> None:
@@ -89,9 +88,9 @@ NUM_STEPS = 3
 
 
 class Speeds:
-    """Each R-worker's speed: attended KV tokens divided by busy seconds, both decaying sums. A new speed resets both.
-    Bandwidth measured at the start does not show that R-workers later share cores with each other or with other
-    programs. Busy seconds do show it. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
+    """Each R-worker's speed, attended KV tokens per busy second, from decaying sums that restart when it changes.
+    A bandwidth measured at the start is not enough: later, R-workers may share cores with each other or with other
+    programs, which busy seconds show. ``bandwidths``: each R-worker's memory bandwidth at its start, in any unit,
     float64 [num_workers].
     """
 
@@ -104,13 +103,14 @@ class Speeds:
     @property
     def lasting(self) -> np.ndarray:
         """Speeds for decisions that last many steps: float64 [num_workers], in any common unit.
-        They equal the bandwidths while all speeds are as expected within ``tolerance``. For an R-worker that was never
-        at work, its bandwidth is used.
+        They are the bandwidths while the measured speeds agree with these within ``tolerance``. For an R-worker that
+        has never attended, its bandwidth is used.
         """
         tokens, seconds = self._usual.sums
         seen = seconds >= LEAST_SECONDS
         surprise = tokens[seen] / seconds[seen] / self.bandwidths[seen]
-        # Speeds count as expected if their ratios are within this factor, so that placement does not follow noise
+        # Speeds agree with bandwidths if their ratios differ by at most this factor, so that placement does not follow
+        # noise
         tolerance = 1.2
         if not len(surprise) or surprise.max() <= tolerance * surprise.min():
             return self.bandwidths
@@ -124,8 +124,8 @@ class Speeds:
         return speeds.sum() / len(speeds) / np.maximum(speeds, 1e-300)
 
     def latest(self, present: Sequence[int]) -> np.ndarray:
-        """Return speeds for decisions that are easy to revert: float64 [num_workers], in any common unit, all above 0.
-        They equal ``lasting`` until all R-workers in ``present`` were at work.
+        """Return speeds for decisions that the next step can revert: float64 [num_workers], all above 0, in any unit.
+        They equal ``lasting`` until every R-worker in ``present`` has attended.
         """
         tokens, seconds = self._usual.sums
         if (seconds[list(present)] < LEAST_SECONDS).any():
@@ -136,7 +136,8 @@ class Speeds:
         """Learn from one decode step: attended KV tokens and busy seconds of each R-worker."""
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
-        # An R-worker with less than this fraction of both the longest busy time and the largest load counts as idle
+        # An R-worker attends too little to show its speed if it has less than this fraction of the longest busy time
+        # and of the largest load
         at_work = 0.25
         seen = (seconds >= at_work * seconds.max()) | (tokens >= at_work * tokens.max())
         seen &= seconds > 0
@@ -158,8 +159,8 @@ class Speeds:
         self._new[:, index] = 0.0
 
     def _note_changes(self, step: np.ndarray, seen: np.ndarray) -> None:
-        """Count the consecutive steps in which each R-worker was faster (above 0) or slower (below 0) than usual.
-        Sum the KV tokens and busy seconds of these steps. A slowdown that all R-workers share is no change.
+        """Count in how many consecutive steps each R-worker was faster than usual (above 0) or slower (below 0).
+        Sum the KV tokens and busy seconds of these steps. A slowdown that all R-workers share is not counted.
         """
         tokens, seconds = self._usual.sums
         compared = seen & (seconds >= LEAST_SECONDS) & (tokens > 0)
@@ -168,9 +169,9 @@ class Speeds:
         speeds, usual = step[0, compared] / step[1, compared], tokens[compared] / seconds[compared]
         ratios = speeds / usual
         ratios /= _median(ratios)
-        # An R-worker's speed may have changed if it deviates by more than this factor, relative to the other R-workers
+        # A change of an R-worker's speed, relative to the others, may be real if it exceeds this factor
         changed = 1.2
-        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # no change, or only one R-worker
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # no R-worker has changed, or there is only one
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)
@@ -181,6 +182,5 @@ class Speeds:
 
 
 def _median(values: np.ndarray) -> float:
-    """Return the median of a few ``values``, float64 [n], ten times faster than ``np.median``."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)

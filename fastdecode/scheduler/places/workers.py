@@ -1,4 +1,4 @@
-"""The scheduler's state of each R-worker: blocks, pending controls, and speed."""
+"""The scheduler's data about each R-worker: blocks, pending controls, and speed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ KEPT_GONE = 16
 
 
 class RoomError(BackendError):
-    """The scheduler promised blocks that an R-worker does not have. This is a bug of the scheduler."""
+    """An R-worker has fewer blocks than the scheduler has promised, because of a bug in the scheduler."""
 
 
 @dataclass(eq=False)
 class Prefix:
     """A retained prefix: cached tokens that no sequence owns, held by R-worker ``worker`` as ``prefix_id``.
     ``block_hashes[i]`` covers all tokens up to the end of block i. If a sequence has two copies, both are retained with
-    the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix has, for a recurrent
+    the same ``origin``; they are identical bit for bit. ``own``: blocks that only this prefix uses, for a recurrent
     state and for the tokens ``rest`` after the last full block. A prefix with a state can only be used as a whole.
-    ``contains``: names of shorter prefixes with a ``rest`` that this prefix begins with. ``used_seconds``: the time of
-    the last use. ``is_parked``: its R-worker's disk also has the whole prefix.
+    ``contains``: names of shorter prefixes with a ``rest``, with which this prefix begins. ``used_seconds``: the time
+    of the last use. ``is_parked``: True if its R-worker's disk also has the whole prefix.
     """
 
     prefix_id: int
@@ -55,11 +55,11 @@ class Prefix:
 
 @dataclass(eq=False, slots=True)
 class WorkerState:
-    """The scheduler's record of one R-worker. A lost R-worker keeps its index until a new R-worker takes the index.
+    """The scheduler's record of one R-worker. A lost R-worker's record stays until a new R-worker takes its index.
     ``free``: how many of its ``num_blocks`` KV blocks are free, counted as the R-worker counts. Blocks that several
-    owners may share are :class:`Block` objects; other blocks are only counted. ``cached``: blocks that only retained
-    ``prefixes`` hold, least recently used first; they can be freed at any time. ``num_sequences``: sequences that
-    append here. ``num_segments``: segments with a copy here, tails included. ``controls``: controls to send. ``host``:
+    sequences or prefixes may use are :class:`Block` objects; other blocks are only counted. ``cached``: blocks that
+    only retained ``prefixes`` use, least recently used first; they can be freed at any time. ``num_sequences``:
+    sequences that append here. ``num_segments``: segments with a copy here. ``controls``: controls to send. ``host``:
     the R-worker's machine.
     """
 
@@ -91,7 +91,7 @@ class WorkerState:
         self.num_segments += 1
 
     def give_back(self, num_blocks: int, shared: Iterable[Block]) -> None:
-        """Free the blocks of a dropped copy: ``num_blocks`` unshared ones, and ``shared`` ones that nobody holds."""
+        """Free the blocks of a dropped copy: ``num_blocks`` unshared ones, and ``shared`` ones without other users."""
         self.free += num_blocks
         self.drop(shared)
         self.num_segments -= 1
@@ -128,13 +128,13 @@ class WorkerState:
         self.controls.append((int(verb), cache_id, source_id, num_tokens))
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Count one more sequence as a holder of ``blocks``."""
+        """Count one more sequence that uses ``blocks``."""
         for block in blocks:
             self.cached -= block.num_sequences == 0
             block.num_sequences += 1
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Count one sequence less as a holder of ``blocks``; free the blocks that nobody holds any more."""
+        """Count one sequence less that uses ``blocks``; free the blocks that nobody uses any more."""
         for block in blocks:
             block.num_sequences -= 1
             if block.num_sequences == 0:
@@ -142,7 +142,7 @@ class WorkerState:
                 self.free += block.num_prefixes == 0
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Count one retained prefix less as a holder of ``blocks``; free the blocks that nobody holds any more."""
+        """Count one retained prefix less that uses ``blocks``; free the blocks that nobody uses any more."""
         for block in blocks:
             block.num_prefixes -= 1
             if block.num_prefixes == 0 and block.num_sequences == 0:
@@ -151,7 +151,7 @@ class WorkerState:
 
 
 class Workers:
-    """The records of all R-workers by index, including the last ``KEPT_GONE`` lost ones.
+    """The records of all R-workers by index, with those of the last ``KEPT_GONE`` lost ones.
     Values that are compared across R-workers are arrays.
     """
 
@@ -173,11 +173,9 @@ class Workers:
             state.host = host
 
     def __len__(self) -> int:
-        """Return the number of indices, lost R-workers included."""
         return len(self._states)
 
     def __getitem__(self, index: int) -> WorkerState:
-        """Return the record of R-worker ``index``."""
         return self._states[index]
 
     def __iter__(self) -> Iterator[WorkerState]:
@@ -191,7 +189,7 @@ class Workers:
 
     @property
     def vacant(self) -> list[int]:
-        """The indices of lost R-workers that new R-workers take, before indices are added at the end."""
+        """The indices of lost R-workers, which new R-workers take before further indices are added."""
         return self._gone[: max(0, len(self._gone) - KEPT_GONE)]
 
     @property
@@ -201,7 +199,7 @@ class Workers:
 
     @property
     def accepting(self) -> list[int]:
-        """The indices of R-workers that are neither lost nor draining, so that sequences may start there."""
+        """The indices of R-workers on which sequences may start: neither lost nor draining."""
         return [worker.index for worker in self._states if not worker.is_gone and not worker.is_draining]
 
     @property
@@ -211,7 +209,7 @@ class Workers:
 
     @property
     def available(self) -> np.ndarray:
-        """Blocks of each R-worker that are free or held by retained prefixes only: int64 [num_workers]."""
+        """Blocks of each R-worker that are free or used by retained prefixes only: int64 [num_workers]."""
         return np.array([worker.free + worker.cached for worker in self._states])
 
     @property
@@ -232,12 +230,12 @@ class Workers:
         return controls
 
     def put_back(self, controls: tuple[tuple[Control, ...], ...]) -> None:
-        """Queue the control messages ``controls`` again, before newer ones, since no R-worker received them."""
+        """Queue ``controls`` again, before newer ones, since no R-worker has received them."""
         for worker, verbs in zip(self._states, controls, strict=True):
             worker.controls[:0] = verbs
 
     def observe(self, observed: Observed) -> None:
-        """Learn the R-workers' speeds from a step, if it had few prompt rows."""
+        """Learn the R-workers' speeds from the times of a step, if it had few prompt rows."""
         if observed.shows_speeds:
             self.speeds.observe(observed.step.kv_loads, observed.r_seconds)
 
@@ -258,7 +256,7 @@ class Workers:
         return float(speeds[index] / speeds[others].sum())
 
     def drain(self, index: int) -> None:
-        """Let no more sequences start on R-worker ``index``; do nothing if it is lost."""
+        """Let no more sequences start on R-worker ``index``. Nothing changes if it is lost."""
         self._states[index].is_draining = not self._states[index].is_gone
 
     def lose(self, index: int) -> None:

@@ -1,5 +1,5 @@
 """Admission: decides which waiting sequence starts next and where, within several budgets.
-The budgets are seats (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the token budget.
+The budgets are running sequences (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WouldBegin = Callable[[int, int], int | bool]
 
 
 class _Start(NamedTuple):
-    """A decision to start a sequence: the load that it adds, its segments, and the cached prefix that it uses."""
+    """How a sequence starts: the load that it adds, its segments, and the cached prefix that it uses."""
 
     newcomer: Newcomer
     segments: list[Segment]
@@ -61,7 +61,7 @@ class Admission:
         self._is_open = True
 
     def begin_step(self) -> None:
-        """Reset the counts of the last step. Call this once the sequences that run in the new step are known."""
+        """Reset the counts for a new step. Call this once the sequences that run in it are known."""
         self.future.begin_step()
         self.num_starts = 0
         self._is_open = not self._schedule.waves or not len(self._residents)
@@ -72,7 +72,7 @@ class Admission:
         self._begin_load_control()
 
     def start_next(self, would_begin: WouldBegin) -> Decision[TokenSequence | None]:
-        """Start the first sequence in the queue and return it; None if it has to wait."""
+        """Start the first sequence in the queue and return it; None if it must wait."""
         if self._queue.head_follows:
             yield SetFollowersAside()
         sequence = self._queue.head
@@ -100,8 +100,8 @@ class Admission:
     def _whole(
         self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence`` starts in one segment; None if it cannot.
-        ``alone``: the KV load that ``sequence`` and its siblings add.
+        """Return how ``sequence`` starts in one segment; None if budgets forbid it.
+        ``alone``: the KV load that ``sequence`` and its siblings add. ``hits``: cached prefixes by R-worker.
         """
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
@@ -113,7 +113,7 @@ class Admission:
     def _on(
         self, index: int, hit: Hit | None, sequence: TokenSequence, costs: np.ndarray, would_begin: WouldBegin
     ) -> _Start | None:
-        """Return how ``sequence`` starts in one segment on R-worker ``index`` from the cached prefix ``hit``.
+        """Return how ``sequence`` starts in one segment on R-worker ``index``, from the cached prefix ``hit``.
         Return None if budgets forbid it.
         """
         if not self.room.to_begin(sequence, index, hit):
@@ -135,7 +135,6 @@ class Admission:
         return None
 
     def _note(self, start: _Start) -> None:
-        """Count the sequence that has just started against the budgets."""
         newcomer = start.newcomer
         for worker in (*(worker for each in start.segments for worker in each.workers), *newcomer.holders):
             self.homes.available[worker] = self._store.workers[worker].available
@@ -165,7 +164,7 @@ MOST_SCORED_ROWS = 256
 
 
 class ChunkCutter:
-    """Cuts prompts into chunks that fit the ``budget`` rows of a step, and MOST_SCORED_ROWS."""
+    """Cuts prompts into chunks that fit a step: in total ``budget`` rows, of which MOST_SCORED_ROWS may be scored."""
 
     def __init__(self, store: Store, prefill: Prefill, budget: int) -> None:
         self.chunks: list[Chunk] = []
@@ -173,7 +172,7 @@ class ChunkCutter:
         self._scored_left = MOST_SCORED_ROWS
 
     def rows_for(self, num_left: int) -> int:
-        """Return how many of a prompt's ``num_left`` uncomputed tokens would go into this step."""
+        """Return how many of a prompt's ``num_left`` uncomputed tokens this step can compute."""
         if self._prefill is Prefill.UNBOUNDED:
             return num_left
         if self._prefill is not Prefill.CHUNKED and num_left > self._budget and self.chunks:
@@ -181,7 +180,7 @@ class ChunkCutter:
         return max(0, min(num_left, self._budget))
 
     def cut(self, sequence: TokenSequence) -> None:
-        """Add to the step as many of the next prompt tokens of ``sequence`` as fit."""
+        """Add a chunk of ``sequence`` to the step, with as many of the next prompt tokens as fit."""
         count = self.rows_for(sequence.num_prefill - sequence.num_cached)
         if sequence.scored:
             count = min(count, self._scored_left)

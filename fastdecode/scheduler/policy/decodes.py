@@ -1,4 +1,4 @@
-"""The decodes of a step: which sequences decode, their new blocks, and which R-worker attends where two have a copy."""
+"""The decodes of a step: which sequences decode, which blocks they get, and which copy of a segment is attended."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Decodes:
-    """Lets all sequences decode in every step, unless a strict load limit would be exceeded or blocks run out."""
+    """Lets all sequences decode in every step, unless they would exceed a strict load limit or blocks run out."""
 
     def __init__(self, store: Store, admission: Admission, limits: Limits, copies: SecondCopies | None) -> None:
-        """``copies``: second copies of sequences; with them, every step chooses the attending R-workers."""
+        """``copies``: second copies of sequences, if there are any; then every step chooses the copies to attend."""
         self._store, self._table, self._workers = store, store.table, store.workers
         self._admission, self._load_limit = admission, admission.load_limit
         self._attendance = Attendance(store) if limits.placing.twice else None
@@ -50,8 +50,8 @@ class Decodes:
             yield from self._make_way(short[0])
 
     def _extend(self, rows: np.ndarray) -> Decision[None]:
-        """Give the sequence of ``rows[0]``, whose tail is full, a new tail.
-        If there is no room, preempt a sequence.
+        """Give the sequence of ``rows[0]``, whose last segment is full, a new segment.
+        If no R-worker has a free block for it, preempt a sequence.
         """
         sequence = self._table.sequence(int(rows[0]))
         worker, has_room = self._admission.segments.next_tail(sequence)
@@ -63,13 +63,13 @@ class Decodes:
             yield Preempt(sequence)
 
     def _make_way(self, worker: int) -> Decision[None]:
-        """Free blocks on R-worker ``worker``: drop a spare second copy there, else preempt a sequence."""
+        """Free blocks on R-worker ``worker``: drop a sequence's second copy there, else preempt a sequence."""
         if self._copies is None or not (yield from self._copies.give_up(worker)):
             yield Preempt(self._victim(worker))
 
     def _victim(self, worker: int) -> TokenSequence:
         """Return the youngest sequence on R-worker ``worker``, to be preempted.
-        Sequences that got no token since their last preemption are passed over, unless only they and the oldest are
+        Sequences that got no token since their last preemption are spared, unless only they and the oldest sequence are
         there.
         """
         here = self._store.residents.on(worker)
@@ -98,13 +98,13 @@ class Decodes:
 
 
 class Attendance:
-    """Balances the load of R-workers in each step without moving data: either holder of a segment may attend."""
+    """Balances the load of R-workers in each step without moving data: either copy of a segment can be attended."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._table, self._workers = store, store.table, store.workers
 
     def choose(self) -> Attend | None:
-        """Return which holder attends each tail and closed segment of the decoding sequences.
+        """Return which copy of each segment of the decoding sequences to attend in this step.
         The choice balances the busy time of all R-workers. Return None if no segment has two copies.
         """
         table = self._table
@@ -127,16 +127,15 @@ class Attendance:
         return Attend(rows, choice.on_second[: len(rows)], swapped)
 
     def _closed(self) -> list[tuple[TokenSequence, Segment]]:
-        """Return the closed segments with two copies that belong to decoding sequences."""
         decoding = self._store.residents.decoding
         several = [each for each in self._table.several() if each.sequence_id in decoding]
         return [(each, segment) for each in several for segment in each.closed if segment.twice]
 
 
 class _Choice:
-    """Chooses which of two R-workers attends each of n tails or closed segments.
-    ``homes`` and ``others``, int64 [n], are the two holders. ``tokens``, float64 [n], are the KV tokens of each
-    segment. ``on_second``, bool [n], is the choice: True for ``others``.
+    """Chooses, for each of n segments with two copies, the R-worker that attends.
+    ``homes`` and ``others``, int64 [n]: the R-workers with the copies. ``tokens``, float64 [n]: KV tokens of each
+    segment. ``on_second``, bool [n]: the choice; True for ``others``.
     """
 
     def __init__(self, homes: np.ndarray, others: np.ndarray, tokens: np.ndarray, on_second: np.ndarray) -> None:
@@ -146,11 +145,11 @@ class _Choice:
 
     def even_out(self, seconds: np.ndarray, speeds: np.ndarray, mean: float) -> None:
         """Change ``on_second`` until no R-worker takes much longer than ``mean`` seconds, or no change helps.
-        ``seconds``, float64 [num_workers], each R-worker's busy time, is updated; ``speeds``: tokens per second.
+        ``seconds``, float64 [num_workers]: each R-worker's busy time, updated here. ``speeds``: KV tokens per second.
         """
-        # Ratio of the busiest R-worker's time to the mean, below which no choice is changed
+        # Busiest R-worker's time, relative to the mean, that needs no change
         even = 1.002
-        # Most changes in one step; the next step makes further ones
+        # Most changes in one step; the next step makes more
         most_swaps = 64
         for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))
@@ -175,8 +174,8 @@ class _Choice:
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
         """Return the indices of one or two segments whose change relieves R-worker ``busiest`` most; None if none does.
-        The first segment passes from ``busiest`` to its other holder. If this does not help, that holder passes a
-        second segment to the second segment's other holder.
+        The first segment changes from ``busiest`` to its other R-worker. If this one would then be too busy, a second
+        segment changes from there to that segment's other R-worker.
         """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)

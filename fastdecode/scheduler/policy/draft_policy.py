@@ -31,26 +31,26 @@ LEAST_SECONDS = 1e-9
 
 
 class BalancedDrafts:
-    """Adds draft tokens in order of their chances, as long as the expected tokens per second rise.
-    A step of n sequences yields n tokens, and draft j of a sequence with acceptance a yields another a^j. The step
-    takes S + R - overlap · min(S, R) plus a constant. S, the S-worker's time, and R, the slowest R-worker's, depend on
-    rows (:class:`RowCost`), and R on KV tokens too. So if R is longer than S, drafts are added until S is as long. If S
-    is longer, none are added: the step's time would rise at least as fast as its tokens. Exception: rows turn out to
-    cost the S-worker little. Now and then a trial assumes smaller slopes than fitted, and gives one more draft to
-    sequences whose drafts were rejected.
+    """Adds draft tokens, likeliest first, as long as the expected tokens per second rise.
+    A step of n sequences yields n tokens, and draft token j of a sequence with acceptance rate a yields another a^j.
+    The step takes S + R - overlap · min(S, R) plus a constant. S, the S-worker's time, and R, the slowest R-worker's,
+    depend on rows (:class:`RowCost`), and R on KV tokens too. So if R is longer than S, drafts are added until S is as
+    long. If S is longer, none are added, unless rows turn out to cost the S-worker little: otherwise the step's time
+    rises at least as fast as its tokens. Now and then a trial step assumes smaller slopes than fitted, and gives one
+    more draft token to sequences whose drafts were rejected.
     """
 
     def __init__(self, most_drafts: int, num_mini_batches: int, step_time: StepTime | None = None) -> None:
         """``most_drafts``: most draft tokens per sequence.
-        ``step_time``: calibrated times; None to fit observed steps.
+        ``step_time``: step times known beforehand; None to fit observed steps.
         """
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        # Assumed slope of S until rows change: time proportional to rows, the worst case
+        # Slope of S to assume until rows change: time proportional to rows, the worst case
         s_slope = 1.0
-        # Assumed slope of R until rows change, as a fraction of the time to read a sequence's cache. Measured: 0.04
-        # (MHA, bfloat16), 0.4 (GQA, groups of 4), 0.8 (groups of 8).
+        # Slope of R to assume until rows change, relative to the time that reading a sequence's cache takes. Measured:
+        # 0.04 (MHA, bfloat16), 0.4 (GQA, groups of 4), 0.8 (groups of 8).
         r_slope = 0.25
         self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
         self._drafting = RowCost(s_slope, 1.0)
@@ -61,11 +61,11 @@ class BalancedDrafts:
         self._wanted, self._filled = 0, 1.0
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """Return each sequence's acceptance rate: of its own drafts, and of all drafts while its own are few."""
-        # Number of verified drafts at which the rate of all sequences weighs as much as ``PRIOR``
+        """Return each sequence's acceptance rate: from its own drafts, and from all drafts while its own are few."""
+        # Number of verified drafts at which all sequences' observed rate has the same weight as ``PRIOR``
         pool_weight = 4.0
         self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
-        # Number of its verified drafts at which a sequence's own rate weighs as much as the rate of all sequences
+        # Number of its verified drafts at which a sequence's own rate has the same weight as that of all sequences
         prior_weight = 2.0
         return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
@@ -117,25 +117,25 @@ class BalancedDrafts:
             self._drafting.observe(num_sequences, seconds / num_passes)
 
     def _trial(self, acceptance: np.ndarray, most: np.ndarray, num_tokens: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Choose drafts as if low acceptance rates were unknown and slopes small; schedule the next trial."""
+        """Choose drafts as if slopes were small and unknown acceptance rates good; set the time of the next trial."""
         low = acceptance < PRIOR
         hopeful, few = np.where(low, PRIOR, acceptance), np.where(low, np.minimum(most, 1), most)
         usual = int(self._best(acceptance, most, num_tokens, kv_loads).sum())
         s_bound = self._given is None and self._s_part.level >= self._r_part.level * kv_loads.sum()
         rows = num_tokens + usual
-        # Most additional rows in a trial if the S-worker is the bottleneck, as a fraction of the step's rows. Otherwise
-        # the number of rows may double.
+        # Most additional rows in a trial, as a fraction of the step's rows, if the S-worker is the bottleneck;
+        # otherwise the number of rows may double
         trial_rows = 0.25
-        # Additional rows that every trial may have, since a step of a few rows takes as long as one of 16
+        # Further rows that every trial may have, since a step of a few rows takes as long as one of 16
         free_rows = 4
         budget = usual + max(free_rows, math.ceil(trial_rows * rows) if s_bound else rows)
-        # Standard errors by which a trial lowers the slopes, so that it explores
+        # Standard errors by which a trial lowers the slopes, in order to explore
         optimism = 2.0
         chosen = self._best(hopeful, few, num_tokens, kv_loads, optimism, budget)
         more = np.array([usual, max(usual, int(chosen.sum()))])
         before, after = self._seconds(num_tokens, self._filled * more, max(1, int(more.max())), kv_loads).tolist()
         after += float(self._drafting.at(np.array([np.count_nonzero(chosen)]))[0]) * (usual == 0)
-        # Fraction of all time that trials may take; so cheap trials are frequent
+        # Fraction of all time that trials may take: a trial that costs little is repeated soon
         trial_cost = 0.005
         steps = (after - before) / max(before, LEAST_SECONDS) / trial_cost if chosen.any() else math.inf
         self._wait = int(min(max(steps, LEAST_TRIAL_STEPS), MOST_TRIAL_STEPS))
@@ -150,17 +150,16 @@ class BalancedDrafts:
         optimism: float = 0.0,
         budget: int | None = None,
     ) -> np.ndarray:
-        """Return how many draft tokens each sequence gets, so that the expected tokens per second are highest."""
         num_sequences, width = len(acceptance), self._most_drafts
         chances = np.empty((num_sequences, width))
         chances[:] = np.minimum(acceptance, 1.0)[:, None]
         np.multiply.accumulate(chances, axis=1, out=chances)
         chances *= np.arange(width) < most[:, None]
         flat = chances.ravel()
-        # Chances are sorted as 16-bit numbers, five times as fast
+        # Chances are sorted as 16-bit integers, which is five times as fast
         scale = 65534
-        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")  # numpy sorts these by radix
-        # Least chance of acceptance for a draft token to be considered
+        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")  # radix sort
+        # Least chance of acceptance of a draft token that is worth a comparison
         least_chance = 1e-3
         total = int(np.count_nonzero(flat > least_chance))
         order = order[: total if budget is None else min(total, budget)]
@@ -181,7 +180,6 @@ class BalancedDrafts:
     def _seconds(
         self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray, optimism: float = 0.0
     ) -> np.ndarray:
-        """Return the seconds of a step with ``num_tokens`` plus each of ``more`` rows: float64 [...]."""
         if self._given:
             return self._given.at(num_tokens, more, most_more, kv_loads)
         s_part = self._s_part.at(num_tokens + more, optimism)
@@ -191,9 +189,9 @@ class BalancedDrafts:
 
 def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
     """Return the count from 0 to ``total`` with the highest of ``rates``, which rise and then fall.
-    Return 0 if the gain over count 0 is below LEAST_GAIN.
+    Return 0 if that rate exceeds the rate of count 0 by less than LEAST_GAIN.
     """
-    # Counts of draft tokens that are compared first, before the counts around the best of them
+    # Number of counts that are compared first; then the counts around the best of them
     num_points = 64
     step = 1 + total // num_points
     counts = np.append(np.arange(0, total, step), total)

@@ -1,4 +1,4 @@
-"""The expected future of running and waiting sequences: their output lengths, and the KV load that they cause."""
+"""The expected future of running and waiting sequences: their output lengths, and the KV load that follows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.scheduler.waiting import WaitingQueue
 
 class Future:
     """Provides the load forecast of a step.
-    It is made on first use, and includes all sequences that start in the step.
+    The first use in a step makes it; sequences that start later in the step are added.
     """
 
     def __init__(self, limits: Limits, store: Store, queue: WaitingQueue) -> None:
@@ -29,15 +29,15 @@ class Future:
         self._forecast: LoadForecast | None = None
 
     def begin_step(self) -> None:
-        """Drop the forecast of the last step. Call this once the sequences that run in the new step are known."""
+        """Drop the last step's forecast. Call this once the sequences that run in the new step are known."""
         self._forecast = None
 
     def learn_lengths(self) -> None:
-        """Update the length estimate with the present output lengths of running sequences, which are lower bounds."""
+        """Update the length estimate with the output lengths of running sequences, which are lower bounds."""
         self.output_lengths.running(self._table.num_outputs(self._table.rows))
 
     def forecast(self) -> LoadForecast:
-        """Return the forecast of the coming steps' load. It is made once per step, and includes later starts."""
+        """Return the forecast of the coming steps' load, made once per step. Later starts in the step are added."""
         if self._forecast is None:
             table, rows = self._table, self._table.rows
             left = self.steps_left(rows)
@@ -56,30 +56,31 @@ class Future:
         return self._forecast
 
     def forecast_anew(self) -> LoadForecast:
-        """Return a new forecast of the coming steps' load. Call this between two steps, when the table is refreshed."""
+        """Make and return a new forecast of the coming steps' load. The table must be up to date."""
         self._forecast = None
         return self.forecast()
 
     def steps_left(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many more steps the sequences of these table ``rows`` are expected to decode: int64 [n]."""
+        """Return how many more steps the sequences in these table ``rows`` are expected to decode: int64 [n]."""
         num_outputs = self._table.num_outputs(rows)
         return self.output_lengths.expected(num_outputs, self._table.max_tokens[rows]) - num_outputs
 
     def going_on(self, sequence: TokenSequence) -> Newcomer:
-        """Return the running ``sequence`` as a newcomer that decodes its remaining steps."""
-        outputs = len(sequence.output_token_ids)  # fewer tokens are cached if segments were lost
+        """Return the load of the running ``sequence`` in its remaining steps, in the form of a new sequence's."""
+        # not the number of cached tokens, which is lower if segments were lost
+        outputs = len(sequence.output_token_ids)
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)
 
     def newcomer(self, sequence: TokenSequence, worker: int = 0, taken_over: int = -1) -> Newcomer:
         """Return the load that ``sequence`` adds if it starts on R-worker ``worker``.
-        ``taken_over``: tokens of its cached prefix; -1 for none.
+        ``taken_over``: tokens of the cached prefix that it uses; -1 for none.
         """
         attends = taken_over >= 0 or sequence.num_prefill > self._residents.scratch_free
         return self._newcomer(sequence, worker, attends, max(taken_over, 0))
 
     def in_segments(self, newcomer: Newcomer, segments: list[Segment]) -> Newcomer:
-        """Return ``newcomer`` with its load divided among ``segments``; lost segments add no load."""
+        """Return ``newcomer`` with its load divided among the R-workers of ``segments``; lost segments add no load."""
         *others, last = segments
         reads = tuple((each.home, self._table.segment_tokens) for each in others if each.home >= 0)
         return replace(newcomer, worker=last.home, base=last.start, reads=reads)
@@ -107,14 +108,14 @@ class Future:
         )
 
     def _drawn_steps(self, sequences: Iterable[TokenSequence]) -> np.ndarray:
-        """Return likely numbers of decode steps of ``sequences``, none of which decodes yet; int64 [n]."""
+        """Return plausible numbers of decode steps of ``sequences``, which do not decode yet; int64 [n]."""
         listed = list(sequences)
         outputs = np.array([len(each.output_token_ids) for each in listed], np.int64)
         most = np.array([each.max_tokens for each in listed], np.int64)
         return np.maximum(self.output_lengths.drawn(outputs, most) - outputs - 1, 0)
 
     def _closed(self, steps_left: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the R-worker and the remaining decode steps of each closed segment of decoding sequences.
+        """Return two arrays for the full segments of decoding sequences: their R-workers, and remaining decode steps.
         Return None if there are none.
         """
         reads = self._table.reads(self._table.rows)

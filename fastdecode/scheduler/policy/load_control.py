@@ -1,4 +1,4 @@
-"""Load control: when the next sequence may start, so that attended KV tokens per step stay even and limited."""
+"""Load control: decides when the next sequence may start, so that the load per step is even and limited."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ TOLERANCE = 0.015
 class LoadControl:
     """FastDecode's load control (paper, section 4.2), for unequal lengths, prompts and arrivals.
 
-    A newcomer starts if the forecast with it stays within its R-worker's limit in every coming step. That alone would
-    start one big wave, so starts are spread as well. Each start costs its KV area, and every step earns the mean load:
-    in a steady state, the area started per step equals the mean load. Earnings are spent in micro-batches. Every F
-    steps, as many sequences start as F steps earn. For equal lengths S and B in flight, this is the paper's M = B·F/S.
-    By default F is short, so that prompts do not come in bursts. But if R-workers hold few sequences, F is long enough
-    to start one sequence on each. Then all R-workers have the same mix of ages. Otherwise the R-worker whose oldest
-    sequence is about to end would always be far above the mean load. While a sequence waits for room, some earnings are
-    kept.
+    A sequence starts if the forecast with it stays within its R-worker's limit in every coming step. That alone would
+    start many sequences at once, so starts are spread as well. Each start costs its KV area: the KV tokens that it
+    attends, summed over its decode steps. Every step earns the mean load; in a steady state, the area started per step
+    equals it. Earnings are spent in micro-batches. Every F steps, as many sequences start as F steps earn. For equal
+    lengths S and B running sequences, this is the paper's M = B·F/S. By default F is short, so that prompts do not come
+    in bursts. But if R-workers hold few sequences, F is long enough to start one sequence on each. Then all R-workers
+    have the same mix of ages. Otherwise the R-worker whose oldest sequence is about to end would always be far above
+    the mean load. If a sequence finds no free blocks, some earnings are kept.
 
-    If starts are not spread, the rows of each step are limited, so that the S-worker's load is even. With all seats
-    taken, the limit is the rows of a mean step: per seat, one decode and its mean share of prompt rows. If an R-worker
-    exceeds its load limit, R time hides more S time, so the row limit rises in proportion. It also rises with free
-    seats, up to the token budget, so that they are filled soon. If a load limit is strict, or starts are spread, the
-    rows are not limited so: prompts must end when the forecast says.
+    If starts are not spread, the rows of each step are limited, so that the S-worker's load is even. With the most
+    sequences that may run (``max_num_seqs``), the limit is the rows of a mean step: per sequence, one decode and its
+    mean number of prompt rows. If an R-worker exceeds its load limit, more of the S-worker's time is hidden behind it,
+    so the row limit rises in proportion. It also rises if fewer sequences run, up to the token budget, so that others
+    start soon. With a strict load limit, or with spread starts, rows are not limited in this way: prompts must end when
+    the forecast says.
 
     A strict :class:`LoadLimit` is never exceeded. Any other limit is the mean load to aim at; single steps exceed it by
     the ripple F/S, which only makes them uneven. So starts are spread only while the run does not get much longer.
-    Without spreading, sequences start as soon as a seat is free.
+    Without spreading, sequences start as soon as ``max_num_seqs`` allows.
     """
 
     def __init__(self, limit: LoadLimit, interval_steps: int | None = None) -> None:
@@ -52,7 +53,7 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        # Weight of earlier newcomers after another one: about the last 1,000 newcomers count
+        # Factor by which each sequence that starts reduces the weight of earlier ones: about the last 1,000 count
         kept_per_newcomer = 0.999
         self._per_newcomer = Decayed(kept_per_newcomer, 2)  # columns: prompt rows, and decode steps
 
@@ -65,10 +66,10 @@ class LoadControl:
         forecast: Callable[[], LoadForecast],
         outlook: Callable[[], Outlook] | None,
     ) -> None:
-        """Decide whether starts are spread; earn a step's mean load, or a micro-batch's if no sequence runs.
-        ``head``: the first waiting sequence. ``waiting``: returns the sequences that free seats could take now, in
-        order, not placed on R-workers yet. ``fits_seats``: no further sequence waits. ``outlook``: returns the rest of
-        the run; None while output lengths are unknown.
+        """Decide whether starts are spread. Earn a step's mean load, or a whole micro-batch's if no sequence runs.
+        ``head``: the first waiting sequence. ``waiting``: returns the sequences that ``max_num_seqs`` would allow to
+        start now, in order, not placed on R-workers yet. ``fits_seats``: these are all waiting sequences. ``outlook``:
+        returns the rest of the run; None while output lengths are unknown.
         """
         if self._limit.tokens is None or head is None:
             self._is_paced, self._looked = False, 0
@@ -82,7 +83,7 @@ class LoadControl:
             self._earn(head, is_idle or begins)
 
     def affords(self, newcomer: Newcomer) -> bool:
-        """Return whether the KV area earned and not yet spent allows ``newcomer`` to start in this step."""
+        """Return whether the earned KV area allows ``newcomer`` to start in this step."""
         return not self._is_paced or self._granted >= newcomer.kv_area
 
     def started(self, newcomer: Newcomer) -> None:
@@ -100,14 +101,14 @@ class LoadControl:
 
     def most_rows(self, kv_loads: np.ndarray, free_seats: float, num_seats: int, token_budget: int) -> int:
         """Return the most rows of a step, prompts included. ``kv_loads``: attended KV tokens, float64 [num_workers].
-        ``free_seats``: the fraction of seats without a decoding sequence.
+        ``free_seats``: the fraction of ``max_num_seqs`` without a decoding sequence.
         """
         if not self.bounds_rows:
             return token_budget
         present = self._limit.shares > 0
         hidden = float((kv_loads[present] / self._limit.of_workers[present]).max())
         even = min(token_budget, num_seats * (1 + self._per_newcomer.ratio(0, 1)) * max(1.0, hidden))
-        # Fraction of free seats from which on prompts get the whole token budget
+        # If at least this fraction of ``max_num_seqs`` is unused, prompts may use the whole token budget
         filling = 1 / 8
         return int(np.ceil(even + (token_budget - even) * min(1.0, free_seats / filling) ** 2))
 
@@ -121,9 +122,9 @@ class LoadControl:
     ) -> bool:
         """Return whether starts should be spread.
 
-        Under a strict limit, this is so if starting all waiting sequences at once would exceed it. Otherwise the
-        expected time of the run decides: in the first step of a queue, spreading may cost ``TOLERANCE`` of it. Later,
-        spreading must save that much.
+        Under a strict limit, they should if starting all waiting sequences at once would exceed it. Otherwise the
+        expected time of the run decides. In the first step of a queue, spreading may lengthen it by the fraction
+        ``TOLERANCE``. Later, spreading must shorten it by the same fraction.
         """
         if self._limit.is_strict:
             return self._exceeds(waiting(), forecast())
@@ -133,7 +134,7 @@ class LoadControl:
         return ahead.spread <= (1 + TOLERANCE if self._looked == 1 else 1 - TOLERANCE) * ahead.together
 
     def _goes_on(self, ahead: Outlook) -> bool:
-        """Return whether starts stay spread. They stop being spread only if that saves enough of the run's time."""
+        """Return whether starts stay spread: they do unless starting at once shortens the run enough."""
         return ahead.spread - ahead.together <= 2 * TOLERANCE * (self._steps_paced + ahead.together)
 
     def _looks_again(self, head: Newcomer) -> bool:
@@ -144,15 +145,15 @@ class LoadControl:
         return self._looked % max(1, head.decode_steps // 16) == 1 or head.decode_steps < 32
 
     def _earn(self, head: Newcomer, at_once: bool) -> None:
-        """Earn a step's mean load. Make the earnings available to starts if a micro-batch is due, or ``at_once``."""
+        """Earn a step's mean load. If a micro-batch is due, or ``at_once``, let starts spend what was earned."""
         area, interval = head.kv_area, self._interval(head)
         middle = head.num_prefill + (head.decode_steps + 1) / 2
         ripple = (middle + (interval - 1) / 2) / middle
         slack = 1.0 if self._interval_steps else SLACK
         mean = (self._limit.tokens or 0) / (ripple * slack if self._limit.is_strict else 1.0)
         enough = max(interval * mean, area)
-        # Earnings that are kept while newcomers wait for room: at most the mean load of this fraction of a sequence's
-        # decode steps. With more, newcomers would later start as a wave.
+        # Earnings kept while no blocks are free: at most the mean load of this fraction of a sequence's decode steps.
+        # With more, many sequences would later start at once.
         kept_part = 1 / 16
         self._earned = min(self._earned + mean, enough + mean * head.decode_steps * kept_part - self._granted)
         total = self._earned + self._granted
@@ -172,7 +173,7 @@ class LoadControl:
         return max(1.0, least, num_workers * steps if uneven > bursts else steps)
 
     def _exceeds(self, waiting: list[Newcomer], forecast: LoadForecast) -> bool:
-        """Return whether the load would exceed the limit in any coming step if all of ``waiting`` started now."""
+        """Return whether any coming step's load would exceed the limit if all of ``waiting`` started now."""
         cached = np.array([newcomer.num_prefill for newcomer in waiting])
         steps = np.array([newcomer.decode_steps for newcomer in waiting])
         members = np.array([1 + newcomer.num_siblings for newcomer in waiting])

@@ -1,4 +1,4 @@
-"""Forecast of the load: KV tokens that each R-worker will attend, and the cost of a placement.
+"""Forecast of the load: KV tokens that each R-worker will attend, and what it costs to place a sequence there.
 The forecast is exact if output lengths are known.
 """
 
@@ -17,12 +17,12 @@ SAMPLES, LEAST_SAMPLES, CELLS = 64, 16, 8192
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A sequence before its first decode: ``num_prefill`` tokens, ``num_left`` of them still to compute.
+    """A sequence before its first decode: ``num_prefill`` tokens, of which ``num_left`` must still be computed.
     ``decode_steps`` steps follow, for it and for ``num_siblings`` forked from it. ``attends``: its prompt chunks attend
-    on the R-worker. ``expected_area``: KV tokens that each of these sequences attends in all its decode steps, if
-    lengths are only expected. None: lengths are known, so this is the sum of ``num_prefill`` + k over steps k = 1, 2,
-    ... ``base``: tokens in closed segments; ``reads``: R-worker and tokens of each closed segment. ``copy``: the
-    R-worker of its second copy, which is expected to attend half of its decode steps; -1 for none.
+    on the R-worker. ``expected_area``: KV tokens that each of these sequences is expected to attend, summed over its
+    decode steps; None if lengths are known, so that the sum of ``num_prefill`` + k over steps k = 1, 2, ... is exact.
+    ``base``: tokens in full segments; ``reads``: R-worker and tokens of each full segment. ``copy``: the R-worker of
+    its second copy, which is expected to attend in half of the decode steps; -1 for none.
     """
 
     worker: int
@@ -38,7 +38,7 @@ class Newcomer:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The R-workers that share the newcomer's decode steps."""
+        """The R-workers that attend in the newcomer's decode steps, in turn."""
         return (self.worker,) if self.copy < 0 else (self.worker, self.copy)
 
     @property
@@ -52,8 +52,8 @@ class Newcomer:
 @dataclass(frozen=True, eq=False)
 class Meeting:
     """The load of each R-worker in the steps in which a newcomer would decode.
-    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps]; 0 in further steps. ``ramp``: KV
-    tokens that the newcomer attends, float64 [at least as many steps].
+    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps]; 0 after these steps. ``ramp``: KV
+    tokens that the newcomer attends in each step, float64 [at least as many steps].
     """
 
     known: np.ndarray
@@ -77,7 +77,7 @@ class Meeting:
 
     @property
     def most(self) -> float:
-        """An upper bound of ``peaks``."""
+        """An upper bound of all ``peaks``."""
         return float(self.known.max(initial=0.0) + self.ramp[-1])
 
 
@@ -85,9 +85,9 @@ class LoadForecast:
     """The KV tokens that each R-worker attends in the coming steps; step 0 is being planned.
     A sequence with c cached tokens attends c + 1 + t in step t. ``loads``: float64 [num_workers, horizon]. ``room``:
     rows that prompts may take in each step, float64 [horizon], which is the token budget less the decodes. Prompts take
-    rows in the order in which they are added, as the scheduler's chunks do. A tail that reaches the end of its segment
-    stops growing. Where its sequence then grows is unknown, so the forecast divides this growth equally among all
-    R-workers. If a sequence has two copies, each holder counts half.
+    rows in the order in which they are added, as the scheduler's chunks do. When a sequence fills its last segment, the
+    R-worker of the next one is unknown; the forecast divides this growth equally among all R-workers. If a sequence has
+    two copies, each R-worker gets half of its load.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class LoadForecast:
         closed: tuple[np.ndarray, np.ndarray] | None = None,
         seconds: np.ndarray | None = None,
     ) -> None:
-        """``workers``, ``cached`` and ``decode_steps``, int64 [n], describe the tails of the decoding sequences.
-        ``closed``: R-workers and decode steps of their closed segments, int64 [num_closed], of ``segment_tokens`` each.
-        ``seconds``: R-workers of their second copies, int64 [n], -1 for none; None if no sequence has one.
+        """Add the load of the decoding sequences.
+        ``workers``, ``cached`` and ``decode_steps``, int64 [n], describe their last segments. ``closed``: R-workers and
+        decode steps of their full segments, int64 [num_closed], of ``segment_tokens`` each. ``seconds``: R-workers of
+        their second copies, int64 [n], -1 for none; None if no sequence has one.
         """
         horizon = int(decode_steps.max(initial=0)) + 1
         cells = (num_workers, horizon)
@@ -119,7 +120,7 @@ class LoadForecast:
             cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
-        # In step t, the sequences attend that have more than t steps left: all sequences minus those that end by step t
+        # in step t, those sequences attend that do not end by then
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
@@ -135,11 +136,11 @@ class LoadForecast:
 
     @property
     def horizon(self) -> int:
-        """The number of steps in the forecast; no known sequence runs longer."""
+        """The number of steps in the forecast. All known sequences have ended then."""
         return self.loads.shape[1]
 
     def first_decode(self, newcomer: Newcomer) -> int:
-        """Return the first step in which ``newcomer`` decodes: the one after its prompt's last token is computed."""
+        """Return the first step in which ``newcomer`` decodes: the one after the step that completes its prompt."""
         if self.room[0] >= newcomer.num_left:
             return 1
         free = np.cumsum(np.maximum(self.room, 0))
@@ -149,17 +150,16 @@ class LoadForecast:
         return int(np.searchsorted(free, newcomer.num_left)) + 1
 
     def peak_with(self, newcomer: Newcomer, worker: int) -> float:
-        """Return the most KV tokens that R-worker ``worker``, a holder of ``newcomer``, attends in any step with it."""
+        """Return the most KV tokens that R-worker ``worker`` attends in any step if it holds ``newcomer``."""
         return float(self._peaks_with(newcomer, self.loads[worker]))
 
     def peaks_with(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the most KV tokens that each R-worker attends in a step if it is the home of ``newcomer``.
+        """Return the most KV tokens that each R-worker attends in any step if it gets the first copy of ``newcomer``.
         The result is float64 [num_workers].
         """
         return self._peaks_with(newcomer, self.loads)
 
     def _peaks_with(self, newcomer: Newcomer, loads: np.ndarray) -> np.ndarray:
-        """Return the peak of ``loads`` with ``newcomer`` over the last axis, the steps."""
         start = self.first_decode(newcomer)
         ramp = self._ramp(newcomer)
         known = loads[..., start : start + newcomer.decode_steps]
@@ -173,7 +173,7 @@ class LoadForecast:
 
     def met_by(self, newcomer: Newcomer) -> Meeting:
         """Return the load of each R-worker in the steps in which ``newcomer`` would decode.
-        Sampled steps represent all of these steps.
+        Only a sample of these steps is returned.
         """
         start = self.first_decode(newcomer)
         first, last = -(-start // self._stride), -(-(start + newcomer.decode_steps) // self._stride)
@@ -203,7 +203,6 @@ class LoadForecast:
         self.room[start:end] -= 1 + newcomer.num_siblings
 
     def _ramp(self, newcomer: Newcomer) -> np.ndarray:
-        """Return the KV tokens that ``newcomer`` and its siblings attend in each decode step on each holder."""
         first = newcomer.num_prefill - newcomer.base + 1
         one = np.arange(first, first + newcomer.decode_steps, dtype=np.float64)
         return np.minimum(one, self._segment_tokens) * ((1 + newcomer.num_siblings) / len(newcomer.holders))
@@ -227,7 +226,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # add more steps than needed, since the next calls will need more
+            more = horizon - self.horizon + SAMPLES  # with some spare steps, so that the next calls add none
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])
@@ -242,14 +241,14 @@ def placement_costs(
     row_kv_tokens: float,
 ) -> np.ndarray:
     """Return the cost of ``newcomer`` on each R-worker: KV tokens per step, scaled to an R-worker of mean speed.
-    The coming load counts, not the present one, since a placement changes an R-worker's load over a whole output. An
-    R-worker costs the time of the steps in which the newcomer will be there, each weighted by the KV tokens that the
-    newcomer attends in it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as
-    low as a single choice can. This also keeps the busiest R-worker's time low. ``speeds``: float64 [num_workers], in
-    any unit. ``capacities``: int64 [num_workers], tokens that their blocks hold; tokens beyond them would be preempted
-    and recomputed. ``hit_tokens``: prompt tokens cached on each R-worker. Computing a row takes the S-worker as long as
-    attending ``row_kv_tokens`` takes an R-worker of mean speed; both are spread over the newcomer's steps. Returns
-    float64 [num_workers].
+    The coming load counts, not the present one, since the newcomer stays for a whole output. An R-worker costs the time
+    of the steps in which the newcomer will decode there, each weighted by the KV tokens that the newcomer attends in
+    it. Placing each newcomer at the least cost keeps the sum of squares of all R-workers' times as low as a single
+    choice can. This also keeps the busiest R-worker's time low. ``speeds``: float64 [num_workers], in any unit.
+    ``capacities``: int64 [num_workers], tokens that their blocks hold; tokens beyond them would be preempted and
+    recomputed. ``hit_tokens``: prompt tokens cached on each R-worker. Computing a row takes the S-worker as long as
+    attending ``row_kv_tokens`` takes an R-worker of mean speed. The cost of rows is divided by the newcomer's steps.
+    Returns float64 [num_workers].
     """
     relative = speeds / max(float(speeds.mean()), 1e-300)
     meeting = forecast.met_by(newcomer)
@@ -265,9 +264,9 @@ def placement_costs(
 def beyond_segments(
     workers: np.ndarray, cached: np.ndarray, decode_steps: np.ndarray, segment_tokens: int, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Return the tokens of tails beyond the ends of their segments: float64 [num_workers, horizon].
-    Other R-workers will hold these tokens. ``workers``, ``cached`` (tokens of the tail) and ``decode_steps``: int64
-    [n].
+    """Return how many tokens will not fit the last segments of sequences: float64 [num_workers, horizon].
+    Other R-workers will hold these tokens. ``workers``, ``cached`` (tokens in the last segment) and ``decode_steps``:
+    int64 [n], for each sequence.
     """
     crossing = np.flatnonzero(cached + decode_steps > segment_tokens)
     if not len(crossing):

@@ -1,4 +1,4 @@
-"""The limit of KV tokens attended per step: the user's, or the load at which R time equals S time."""
+"""The limit of KV tokens attended per step: the user's, or one that keeps R-workers as busy as the S-worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ NUM_STEPS = 20
 
 class LoadLimit:
     """The limit of KV tokens attended per step over all R-workers, divided in proportion to their speeds.
-    ``is_strict``: the limit is the user's and never exceeded. Any other limit is the mean load at which R time equals S
-    time. It is measured if unknown, and is at least high enough for the longest possible sequence. A schedule without
-    load control enforces no limit, but a known limit still tells what a row costs the S-worker. ``known``: the limit;
-    None while unknown. ``shares``: each R-worker's fraction, float64 [num_workers], 0 for lost R-workers.
+    ``is_strict``: the limit is the user's and is never exceeded. Any other limit is the mean load at which R-workers
+    take as long as the S-worker. It is measured if unknown, and allows at least the longest possible sequence. A
+    schedule without load control enforces no limit, but a known limit still tells what a row costs the S-worker.
+    ``known``: the limit; None while unknown. ``shares``: each R-worker's fraction, float64 [num_workers], 0 for lost
+    R-workers.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class LoadLimit:
     @property
     def of_workers(self) -> np.ndarray:
         """Each R-worker's part of the limit in KV tokens, float64 [num_workers]; infinite while unknown."""
-        # Tolerance for rounding in the sum of shares; without it a sequence that just fits would be refused
+        # Without this tolerance for rounding, a sequence that just fits would be refused
         rounding = 1 + 1e-12
         return self.shares * (np.inf if self.known is None else self.known * rounding)
 
@@ -87,32 +88,32 @@ class LoadLimit:
             self._hold_longest()
 
     def holds(self, longest: int, worker: int | slice = slice(None)) -> np.ndarray | bool:
-        """Return whether the limit of ``worker`` ever allows a sequence of ``longest`` cached tokens.
+        """Return whether R-worker ``worker`` can ever attend a sequence of ``longest`` cached tokens within its limit.
         For several R-workers this is an array, bool [num_workers].
         """
         return not self.is_strict or longest <= self.of_workers[worker]
 
     def fits(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> bool:
-        """Return whether the R-workers that hold ``newcomer`` stay within their limits if it starts."""
+        """Return whether the R-workers that would hold ``newcomer`` stay within their limits if it starts."""
         if not self.is_strict:
             return True
         limits, holders = self.of_workers, newcomer.holders
         return all(forecast().peak_with(newcomer, each) <= limits[each] for each in holders)
 
     def fits_where(self, newcomer: Newcomer, forecast: Callable[[], LoadForecast]) -> np.ndarray:
-        """Return for each R-worker whether it stays within its limit as home of ``newcomer``: bool [num_workers]."""
+        """Return, for each R-worker, whether it stays within its limit if it gets ``newcomer``: bool [num_workers]."""
         if not self.is_strict:
             return np.ones(len(self.shares), bool)
         return forecast().peaks_with(newcomer) <= self.of_workers
 
     def balance_at(self, kv_tokens: int) -> None:
-        """Set the limit, given the ``kv_tokens`` that an R-worker of mean speed attends in S time."""
+        """Set the limit. ``kv_tokens``: what an R-worker of mean speed attends while the S-worker computes."""
         self.known = kv_tokens * int(np.count_nonzero(self.shares))
         self._hold_longest()
 
     def observe(self, observed: Observed) -> None:
-        """Divide the limit in proportion to the R-workers' speeds, and measure the limit if it is unknown.
-        A strict limit keeps its shares, since a sequence that fitted a share must still fit later.
+        """Divide the limit in proportion to the R-workers' speeds; measure the limit if it is unknown.
+        A strict limit stays divided as it was, since a sequence that fitted an R-worker's part must still fit later.
         """
         if observed.shows_speeds and not self._is_given:
             shares = np.where(self.shares > 0, self._speeds.lasting, 0.0)
@@ -126,7 +127,7 @@ class LoadLimit:
                 logger.info("KV load limit: %d tokens per step, where R time equals S time", self.known)
 
     def join(self, worker: int, share: float) -> None:
-        """Add ``worker``, which is ``share`` times as fast as all other R-workers together.
+        """Add R-worker ``worker``, which is ``share`` times as fast as all other R-workers together.
         The other R-workers keep their limits, so the total rises.
         """
         if worker == len(self.shares):
@@ -137,7 +138,7 @@ class LoadLimit:
             self.known = int(self.known * (1 + share))
 
     def lose(self, worker: int) -> None:
-        """Remove ``worker``. The other R-workers keep their limits, and the total falls by its share."""
+        """Remove R-worker ``worker``. The others keep their limits, so the total falls."""
         kept = 1 - self.shares[worker]
         self.shares[worker] = 0
         self.shares[:] /= kept
@@ -146,13 +147,13 @@ class LoadLimit:
             self._hold_longest()
 
     def _hold_longest(self) -> None:
-        """Raise a limit that is not strict until the fastest R-worker can hold the longest sequence."""
+        """Raise a limit that is not strict until the fastest R-worker's part allows the longest sequence."""
         if self.known is not None and not self._is_given:
             self.known = max(self.known, int(np.ceil(self._longest / self.shares.max())))
 
 
 class BalanceFinder:
-    """Measures the KV tokens at which R time equals S time: in the first decode steps, and when the batch doubles."""
+    """Measures at which KV load R-workers take as long as the S-worker: at first, and when the batch doubles."""
 
     def __init__(self) -> None:
         self._begin(0)
@@ -160,14 +161,14 @@ class BalanceFinder:
     def observe(
         self, num_rows: int, kv_loads: Sequence[int], s_seconds: float, r_seconds: Sequence[float]
     ) -> int | None:
-        """Learn from one decode step of ``num_rows`` rows; return a result after the last step of a measurement.
+        """Learn from one decode step of ``num_rows`` rows; return None until the last step of a measurement.
         ``kv_loads``, ``r_seconds``: attended KV tokens and busy seconds of each R-worker. ``s_seconds``: the S-worker's
-        busy seconds. The result is the KV tokens per step that one R-worker attends in S time.
+        busy seconds. The result is the KV tokens that one R-worker attends while the S-worker computes a step.
         """
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
         busiest = int(np.argmax(r_seconds))
-        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker was at work
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker has attended
             return None
         self._s_seconds.append(s_seconds)
         self._kv_loads.append(kv_loads[busiest])
@@ -181,9 +182,9 @@ class BalanceFinder:
         self._r_seconds: list[float] = []
 
     def _balanced_kv_tokens(self) -> int:
-        """Return the KV tokens of one R-worker at which R time equals S time.
-        R time has a fixed part and a part per token. A line fitted to the steps separates them if loads differ. At most
-        half of the R time counts as fixed, since over nearly equal loads the line's slope is noise.
+        """Return the KV tokens for which one R-worker takes as long as the S-worker takes for a step.
+        An R-worker's time has a fixed part and a part per token. A line fitted to the steps separates them if loads
+        differ. At most half of the time is taken as fixed, since noise determines the line if loads are nearly equal.
         """
         loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
         mean_load, mean_seconds = loads.mean(), float(np.median(seconds))

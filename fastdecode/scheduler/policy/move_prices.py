@@ -1,4 +1,4 @@
-"""The price of copying cached tokens, and the time saved by moving a sequence in the coming steps."""
+"""Prices of copying cached tokens, and the time that a move saves in the coming steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastdecode.scheduler.places.speeds import KEPT, LEAST_SECONDS, Decayed, Obs
 
 
 class TransferPrice:
-    """The seconds per token of past transfers: necessary moves, moves for balance, and second copies."""
+    """The seconds per token of past transfers of any kind: necessary moves, moves for balance, and second copies."""
 
     def __init__(self, per_token: float) -> None:
-        """``per_token``: seconds per token assumed before the first transfer; it may be infinite."""
+        """``per_token``: seconds per token to assume before the first transfer; it may be infinite."""
         self.per_token = per_token
         self._seen = Decayed(KEPT, 2)  # columns: seconds, and tokens
 
@@ -31,18 +31,18 @@ MOST_STEPS = 8.0
 
 
 class MovePrices:
-    """Decides whether a move for balance, a correction, is worth its time.
-    A correction must save twice its own time, during which every sequence waits. The price per token is taken from past
-    transfers. All corrections together take at most ``SHARE`` of the steps' time. So after a correction, the next one
-    waits until that share of later steps equals its time. This bounds the cost of wrong forecasts.
+    """Decides whether a move for balance is worth its time.
+    It must save twice its own time, during which every sequence waits. The price per token is taken from past
+    transfers. All moves for balance together take at most the fraction ``SHARE`` of the steps' time, so after one, the
+    next must wait for some steps. This bounds the cost of wrong forecasts.
     """
 
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
-        """``corrects``: whether moves for balance are allowed at all."""
+        """``corrects``: True if moves for balance are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
-        # columns: busy seconds, KV tokens, hidden seconds, steps, and seconds of these steps
+        # columns: busy seconds, KV tokens, busy seconds that lengthen no step, steps, and seconds of these steps
         self._seen = Decayed(KEPT, 5)
-        # Weight of the past after another step in counts of starts, which are rare events
+        # Factor by which a step reduces the weight of earlier steps in counts of starts, which are rare
         kept_of_rare = 0.995
         self._begun = Decayed(kept_of_rare, 3)  # columns: starts, prompt rows, and steps
         self._credit = 0.0
@@ -59,7 +59,7 @@ class MovePrices:
         self._seen.add(float(r_seconds.sum()), float(work.sum()), hidden, 1.0, step_seconds)
         at_work = r_seconds[work > 0]
         above_mean = busiest - float(at_work.sum() / len(at_work)) if len(at_work) else 0.0
-        # Fraction of a step by which the busiest R-worker's time must exceed the mean before moves are considered
+        # Moves are considered if the busiest R-worker's time exceeds the mean by this fraction of a step
         uneven = 0.02
         self._is_uneven = min(above_mean, wait_seconds) > uneven * step_seconds
         self._credit = min(self._credit + SHARE * step_seconds, 0.0)
@@ -67,13 +67,13 @@ class MovePrices:
         self._begun.add(observed.step.num_starts, observed.step.num_prompt_rows, 1.0)
 
     def steps_to_bring(self, kv_tokens: float) -> int:
-        """Return the steps until newcomers attend ``kv_tokens`` per step at the present rate of arrival; at least 1.
-        Newcomers are placed where the load is least. So an imbalance is gone once newcomers attend the missing KV
+        """Return in how many steps new sequences will attend ``kv_tokens`` per step if starts go on as now; at least 1.
+        New sequences are placed where the load is least. So an imbalance is gone once they attend the missing KV
         tokens, and a move saves time until then. With s starts and p prompt rows per step, they attend p·t + s·t²/2
         after t steps.
         """
         starts, rows = (self._begun.ratio(each, 2, 1.0) for each in (0, 1))
-        # Result if no sequence starts
+        # returned if no sequence starts
         never = 1 << 30
         if not rows:
             return never
@@ -82,18 +82,18 @@ class MovePrices:
 
     @property
     def may_pay(self) -> bool:
-        """True if the load is uneven, and a move for balance is allowed now."""
+        """True if the load is uneven, and the time for moves for balance is not used up."""
         is_known = self._seen.sums[0] >= LEAST_SECONDS
         return self._corrects and is_known and self._is_uneven and self._credit >= 0 and not self._pause
 
     @property
     def hidden(self) -> float:
-        """Seconds per step for which R-workers are busy without making the step longer."""
+        """Seconds per step in which R-workers are busy beside the S-worker, so that the step does not get longer."""
         return self._seen.ratio(2, 3)
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per KV token that an R-worker of mean speed attends; 1 before enough steps were observed."""
+        """Seconds per attended KV token of an R-worker of mean speed; 1 before enough steps were observed."""
         known = self._seen.sums[0] >= LEAST_SECONDS and self._seen.sums[1] > 0
         return self._seen.ratio(0, 1) if known else 1.0
 
@@ -103,14 +103,14 @@ class MovePrices:
         return MOST_STEPS * self._seen.ratio(4, 3) / max(self._price.per_token, 1e-300)
 
     def looked(self, found: bool) -> None:
-        """Record whether a search for a move for balance found one."""
-        # Steps without another search after a search that found no move worth its price
+        """Record whether a search found a move for balance; if not, pause further searches."""
+        # Steps without another search
         pause_steps = 16
         self._pause = 0 if found else pause_steps
 
     def worth(self, gains: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds that moves save beyond twice their price, float64 [n, num_targets].
-        ``gains``: seconds saved, of the same shape. ``num_tokens``: cached tokens of each move, float64 [n].
+        ``gains``: seconds that they save, of the same shape. ``num_tokens``: cached tokens of each move, float64 [n].
         """
         return gains - 2 * self._price.per_token * num_tokens[:, None]
 
@@ -149,7 +149,7 @@ class SharedPeak:
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        # Seconds added to twice the busiest R-worker's time, so that no move makes an R-worker busy for longer
+        # Seconds to add to twice the busiest R-worker's time, for a height that no move can reach
         highest = 1e6
         beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
@@ -158,7 +158,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return how far each R-worker's charge exceeds the charge for the R-workers' mean time: float64 [num_workers].
+        """Return how far each R-worker's charge exceeds that for the mean time of all: float64 [num_workers].
         The unit is seconds over all coming steps.
         """
         means = self.times.mean(axis=0)

@@ -1,4 +1,4 @@
-"""Moves of cached segments between R-workers: off draining ones, to new ones, and to balance the load."""
+"""Moves of cached segments between R-workers: away from draining ones, to new ones, and for balance."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COOL_DOWN = 64
 
 
 class Moves:
-    """Between steps, moves sequences off draining R-workers, to new R-workers, and between unevenly loaded R-workers.
+    """Between steps, moves sequences away from draining R-workers, to new R-workers, and between unevenly loaded ones.
     All three kinds use the forecast load. A draining R-worker must be emptied, a new one gets sequences until the load
     is even, and a move for balance must be worth its price (:class:`MovePrices`). Prompts stay where they are until
     they are computed.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice, corrects: bool) -> None:
-        """``corrects``: whether moves for balance are allowed at all."""
+        """``corrects``: True if moves for balance are allowed at all."""
         self._store, self._residents, self._table = store, store.residents, store.table
         self._admission, self._room, self._future = admission, admission.room, admission.future
         self._workers = store.workers
@@ -42,12 +42,12 @@ class Moves:
         self._correction: Transfer | None = None
 
     def even_out(self, worker: int) -> None:
-        """Move sequences to the new R-worker ``worker`` before later steps, until the loads are even."""
+        """From now on, move sequences to the new R-worker ``worker`` between steps, until the loads are even."""
         self._joined.append(worker)
 
     def next(self) -> Decision[Transfer | None]:
-        """Return the next move, or None.
-        The blocks for the move are free once the target R-worker has received its pending controls.
+        """Return the next move; None if there is none.
+        The target R-worker has the blocks for it once it has received its pending controls.
         """
         for sequence, held in self._leaving():
             if able := self._able(sequence, held):
@@ -75,8 +75,8 @@ class Moves:
             self.prices.corrected(seconds)
 
     def homeless(self) -> list[TokenSequence]:
-        """Return sequences that must leave draining R-workers, but for which no other R-worker has room now.
-        A sequence that no other R-worker could ever run is not included.
+        """Return sequences that must leave draining R-workers, but find no R-worker with enough free blocks now.
+        Sequences that no other R-worker could ever hold are not included.
         """
         found = {
             sequence.sequence_id: sequence
@@ -86,7 +86,7 @@ class Moves:
         return list(found.values())
 
     def _leaving(self) -> Iterator[tuple[TokenSequence, Segment]]:
-        """Yield each segment that must leave a draining R-worker, after its sequence."""
+        """Yield (sequence, segment) for each segment that must leave a draining R-worker."""
         for worker in self._workers.draining:
             decoding = (each for each in self._residents.on(worker) if each.sequence_id in self._residents.decoding)
             yield from (
@@ -130,7 +130,7 @@ class Moves:
     def _options(
         self, source: int, targets: np.ndarray, forecast: LoadForecast, peak: SharedPeak, prices: MovePrices | None
     ) -> Iterator[tuple[float, int, int]]:
-        """Yield each worthwhile move from R-worker ``source``: seconds saved, index in ``table.rows``, target."""
+        """Yield each worthwhile move from R-worker ``source``: (seconds saved, index in ``table.rows``, target)."""
         table = self._table
         places = self._movable(source, prices.most_tokens if prices else np.inf)
         rows = table.rows[places]

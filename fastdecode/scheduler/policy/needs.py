@@ -1,4 +1,4 @@
-"""The blocks and tokens that a sequence needs, in how many segments, and the R-workers that have room for them."""
+"""How many blocks and tokens a sequence needs, in how many segments, and which R-workers have room for them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def place_segments(
 ) -> list[int] | None:
     """Return an R-worker for each segment of ``sizes``, in order; None if one does not fit.
     A size is the blocks needed now, the final blocks and tokens, and the KV tokens attended. Each segment goes where
-    the coming load with it takes the least time; among equals, where most blocks are left. If one segment needs more
-    blocks than every other, it is placed first, where it leaves room for the other segments. All arrays but ``speeds``
-    are updated. ``room``, int64 [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: blocks and tokens
-    that this sequence may have at its end. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that will be
-    attended, and that may be added. ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
+    the coming load with it takes the least time; if times are equal, where most blocks are left. If one segment needs
+    more blocks than every other, it is placed first, where it leaves room for the other segments. All arrays but
+    ``speeds`` are updated. ``room``, int64 [num_workers]: free blocks. ``capacities``, int64 [num_workers, 2]: blocks
+    and tokens that this sequence may have at its end. ``loads``, ``load_room``, float64 [num_workers]: KV tokens that
+    will be attended, and that may be added. ``speeds``, float64 [num_workers]: 0 for R-workers to avoid.
     """
     listed = list(sizes)
     places = [-1] * len(listed)
@@ -61,12 +61,12 @@ class Needs:
 
     @property
     def holds_all_from_start(self) -> bool:
-        """True if every sequence gets, at its start, as many blocks as the longest one needs, and so never grows."""
+        """True if every sequence reserves blocks for the longest possible sequence when it starts."""
         return self._reserved > 0
 
     def at_start(self, sequence: TokenSequence) -> int:
         """Return the number of blocks that ``sequence`` takes at its start.
-        They include its siblings' copies of a partial block and of a state.
+        Each sibling, another sample of the same prompt, copies the last block if this is partly full, and the state.
         """
         siblings = len(sequence.siblings)
         if self._reserved:
@@ -88,14 +88,14 @@ class Needs:
         return min(sequence.max_cached, self.segment_tokens) * (1 + len(sequence.siblings))
 
     def elsewhere(self, sequence: TokenSequence, moved: Segment) -> int:
-        """Return how many blocks the segment ``moved`` of ``sequence`` takes elsewhere, with its next token."""
+        """Return how many blocks segment ``moved`` of ``sequence`` takes on another R-worker, with one more token."""
         if sequence.num_tokens <= self.segment_tokens:
             return self.at_start(sequence)
         return self._blocks_for(min(moved.num_tokens + 1, self.segment_tokens))
 
     def sizes_at_start(self, sequence: TokenSequence) -> list[Size]:
         """Return the blocks and tokens of each segment with which ``sequence`` starts.
-        They include its siblings' copies of a partial block and of a state.
+        Blocks include the siblings' copies of a partly full last block and of states.
         """
         siblings, copied = len(sequence.siblings), self._sizes.blocks_of_copy
         return [(blocks + siblings * copied(tokens), tokens) for blocks, tokens in self._sizes_of(sequence.num_tokens)]

@@ -1,4 +1,4 @@
-"""Estimates of output lengths, and of the rest of a run with and without spread starts."""
+"""Estimates of output lengths, and of how long a run still takes with and without spread starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SAMPLE = 512
 
 class OutputLengths:
     """Kaplan–Meier estimate of the output length (Kaplan and Meier, 1958).
-    Outputs that were cut at max_tokens, or still grow, count as lower bounds. Without them, all outputs would look as
-    short as the first ones to end. Until ``MIN_ENDED`` outputs have stopped before max_tokens, max_tokens is expected,
-    so fixed lengths are exact.
+    Outputs that were cut at max_tokens, or still grow, are lower bounds. Without them, all outputs would seem as short
+    as the first ones to end. Until ``MIN_ENDED`` outputs have stopped before max_tokens, max_tokens is expected, which
+    is exact for fixed lengths.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class OutputLengths:
 
     @property
     def is_known(self) -> bool:
-        """True if enough outputs have stopped before max_tokens to estimate the others."""
+        """True if enough outputs have stopped before max_tokens to estimate other outputs."""
         return self._num_ended >= MIN_ENDED
 
     def running(self, num_outputs: np.ndarray) -> None:
-        """Replace the counts of running sequences. ``num_outputs``: the output tokens of each until now, int64 [n]."""
+        """Replace the counts of running sequences. ``num_outputs``: output tokens that each has now, int64 [n]."""
         if self.is_known:
             self._running, self._survival_sums = np.bincount(num_outputs), None
 
@@ -65,14 +65,14 @@ class OutputLengths:
         )
 
     def drawn(self, num_outputs: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-        """Return likely final lengths of outputs that have ``num_outputs`` tokens now, int64; the same at every call.
-        They vary as outputs do, which shows the behaviour of many requests better than their mean.
+        """Return plausible final lengths, int64, of outputs that have ``num_outputs`` tokens now; always the same ones.
+        They vary like real outputs, so they show the behaviour of many requests better than the mean does.
         """
         if not self.is_known:
             return np.asarray(max_tokens, np.int64)
         survival, _ = self._curves()
         now = np.minimum(num_outputs, len(survival) - 1)
-        # The golden ratio: its multiples modulo 1 are evenly spread, however many there are
+        # Multiples of the golden ratio, modulo 1, are evenly spread, however many there are
         golden = 0.6180339887498949
         parts = (np.arange(len(now)) * golden + 0.5) % 1.0
         lengths = np.searchsorted(-survival, -parts * survival[now], side="right")
@@ -81,7 +81,7 @@ class OutputLengths:
 
     def expected_area(self, num_prefill: int, num_outputs: int, max_tokens: int) -> float | None:
         """Return the KV tokens that a sequence is expected to attend after its prompt, summed over its decode steps.
-        Return None while lengths are unknown. ``num_outputs``: output tokens that are part of ``num_prefill``.
+        Return None while lengths are unknown. ``num_outputs``: output tokens that ``num_prefill`` includes.
         """
         if not self.is_known:
             return None
@@ -94,7 +94,7 @@ class OutputLengths:
         return float(alive @ (num_prefill + steps)) / now
 
     def _curves(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return survival[t], the probability of an output of more than t tokens, and sums[t], its sum over 0…t-1."""
+        """Return (survival, sums): survival[t] is the probability of over t tokens; sums[t] adds up survival[:t]."""
         if self._survival_sums is None:
             leaving = np.zeros(max(len(self._ended), len(self._running)))
             leaving[: len(self._ended)] = self._ended + self._cut
@@ -111,8 +111,9 @@ class Outlook:
     """The known and expected rest of a run, in steps and KV tokens.
     ``loads``: KV tokens of running sequences, float64 [steps]. ``ends``: steps until each running sequence ends, int64
     [n]. ``num_prefill``, ``decode_steps``: of waiting requests in order, int64 [m], each standing for ``weight``
-    requests; unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R time equals S
-    time. ``idle_share``: S time of an almost empty step divided by that of a full step; in between, S time is linear.
+    requests; unknown lengths are drawn. ``seats``: most running sequences. ``limit``: the load at which R-workers take
+    as long as the S-worker. ``idle_share``: the S-worker's time for an almost empty step divided by that for a full
+    step; in between, it is linear.
     """
 
     loads: np.ndarray
@@ -126,17 +127,18 @@ class Outlook:
 
     @property
     def together(self) -> float:
-        """Time until all requests have ended if each starts as soon as it has a seat, in S times of a full step."""
+        """Time until all requests have ended if each starts as soon as ``seats`` allow.
+        The unit is the time of the S-worker for a full step.
+        """
         return self._seconds(np.zeros(len(self.decode_steps)))
 
     @property
     def spread(self) -> float:
-        """Time until all requests have ended if their starts are spread, in S times of a full step."""
+        """Time until all requests have ended if their starts are spread; the unit is that of ``together``."""
         areas = self.weight * (self.num_prefill * self.decode_steps + self.decode_steps * (self.decode_steps + 1) // 2)
         return self._seconds((np.cumsum(areas) - areas) / self.limit)
 
     def _seconds(self, earliest: np.ndarray) -> float:
-        """Return the time of the run if requests start in order with a seat, request i at ``earliest[i]`` or later."""
         starts = self._starts(earliest)
         ends = starts + self.decode_steps
         horizon = int(max(ends.max(initial=0), len(self.loads), self.ends.max(initial=0))) + 1
@@ -153,7 +155,6 @@ class Outlook:
         return float(np.maximum(s_part, load / self.limit)[busy].sum())
 
     def _starts(self, earliest: np.ndarray) -> np.ndarray:
-        """Return the step in which each waiting request starts, int64 [m], not before ``earliest``."""
         free = np.zeros(max(0, self.seats - len(self.ends)), np.int64)
         seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # a sorted list is a heap
         starts, before = [], 0

@@ -1,4 +1,4 @@
-"""Placement: the R-workers of a newcomer's home, of its second copy, and of a long sequence's segments."""
+"""Placement: the R-workers for a new sequence, for its second copy, and for a long sequence's segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastdecode.scheduler.store.store import Store
 
 
 class HomePlacement:
-    """Places a sequence of one segment on the R-worker where the coming load makes it cheapest."""
+    """Places a sequence of one segment where the forecast load makes it cheapest."""
 
     def __init__(self, limits: Limits, store: Store, room: Room, future: Future, load_limit: LoadLimit) -> None:
         self.available = self.capacities = np.zeros(0, np.int64)
@@ -29,16 +29,16 @@ class HomePlacement:
         self._speeds, self._num_present = np.zeros(0), 1
 
     def begin_step(self) -> None:
-        """Compute the figures that are compared over all R-workers, once per step."""
+        """Note free blocks, capacities and speeds of all R-workers, once per step."""
         self.available = self._workers.available
         self.capacities = self._room.capacities()
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
 
     def costs(self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit]) -> np.ndarray:
         """Return the cost of ``sequence`` on each R-worker: float64 [num_workers]. ``newcomer``: the load that it adds.
-        Draining R-workers cost infinity if the sequence could run elsewhere. If an earlier engine left tokens of the
-        sequence, R-workers without them cost infinity too. The R-worker that has loaded the sequence's prefix from disk
-        costs least.
+        Draining R-workers cost infinity if the sequence could run elsewhere. If an earlier engine left cached tokens of
+        the sequence, R-workers without them cost infinity too. If an R-worker has loaded the sequence's prefix from its
+        disk, it costs least.
         """
         hit_tokens = {worker: hit.num_tokens for worker, hit in hits.items()}
         forecast = self._future.forecast()
@@ -55,12 +55,12 @@ class HomePlacement:
     def best_first(
         self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
-        """Yield R-workers where ``sequence`` may start, cheapest first, without R-workers of infinite cost.
-        Among equals, the one with most available blocks comes first. After the cheapest, only R-workers with room
-        follow.
+        """Yield R-workers where ``sequence`` may start, cheapest first, without those of infinite cost.
+        If costs are equal, the R-worker with most available blocks comes first. The first one is not checked for room;
+        the others have some.
         """
         best = np.flatnonzero(costs == costs.min())
-        yield int(best[np.argmax(self.available[best])])  # callers nearly always take this first one
+        yield int(best[np.argmax(self.available[best])])  # callers nearly always take the first
         able = self._room.to_begin_where(sequence, self.available)
         able &= self._load_limit.fits_where(newcomer, self._future.forecast)
         able[list(hits)] = True
@@ -68,14 +68,14 @@ class HomePlacement:
         yield from order[(able & np.isfinite(costs))[order]].tolist()
 
     def cheapest(self, workers: list[int], sequence: TokenSequence) -> int:
-        """Return the one of ``workers`` where the running ``sequence`` would cost least, as if it started there."""
+        """Return the one of ``workers`` where the running ``sequence`` would cost least."""
         forecast, newcomer = self._future.forecast_anew(), self._future.going_on(sequence)
         costs = placement_costs(forecast, newcomer, self._workers.speeds.lasting, self._room.capacities(), {}, 1.0)
         return min(workers, key=lambda worker: costs[worker])
 
     def _row_kv_tokens(self, forecast: LoadForecast) -> float:
         """Return the KV tokens that an R-worker of mean speed attends while the S-worker computes a row.
-        Before a measurement, S-worker and R-workers count as equally busy, as in a well-sized pool.
+        Before a measurement, S-worker and R-workers are taken to be equally busy, as in a pool of the right size.
         """
         limit = self._load_limit.known
         if limit is not None:
@@ -84,9 +84,9 @@ class HomePlacement:
 
 
 class SecondPlacement:
-    """Places a second copy on another R-worker than the home, on another host if there is one.
-    Among the cheapest R-workers it takes the one that shares fewest sequences with the home. So excess load of one
-    R-worker can go to any other.
+    """Places a second copy on another R-worker than the first, on another host if there is one.
+    Of the cheapest R-workers it takes the one that shares fewest sequences with the first copy's. Then excess load of
+    one R-worker can go to any other.
     """
 
     def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
@@ -95,7 +95,7 @@ class SecondPlacement:
         self._needs, self._room, self._future = needs, room, future
 
     def beside(self, sequence: TokenSequence, home: int, hit: Hit | None, costs: np.ndarray) -> int | None:
-        """Return the R-worker where the second copy of ``sequence`` starts; -1: no copy now; None: wait for room.
+        """Return the R-worker where the second copy of ``sequence`` starts; -1: no copy now; None: wait for blocks.
         A sequence that continues from a cached prefix starts with two copies if the prefix has two. Otherwise it gets
         its second copy once it decodes.
         """
@@ -110,7 +110,7 @@ class SecondPlacement:
 
     def later(self, sequence: TokenSequence, segment: Segment) -> int:
         """Return the R-worker for a second copy of ``segment`` of the decoding ``sequence``.
-        -1 if none has room now.
+        -1 if none has enough free blocks now.
         """
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
@@ -119,7 +119,7 @@ class SecondPlacement:
         return -1 if found is None else found
 
     def _choose(self, home: int, could_hold: np.ndarray | bool, num_blocks: int, costs: np.ndarray) -> int | None:
-        """Return the cheapest R-worker for a second copy; -1 if none could ever hold it, None if none has room now.
+        """Return the cheapest R-worker for a second copy; -1 if none could ever hold it, None if none can now.
         ``could_hold``: bool [num_workers]. ``num_blocks``: blocks that the copy takes now. ``costs``: float64
         [num_workers], from ``placement_costs``.
         """
@@ -135,13 +135,13 @@ class SecondPlacement:
         if not len(able):
             return None
         spread = float(np.ptp(costs[allowed]))
-        # Costs that differ by less than this fraction of their range count as equal
+        # Fraction of the costs' range below which a difference of costs is ignored
         alike = 0.05
         best = able[costs[able] <= costs[able].min() + alike * spread]
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:
-        """Return how many sequences each R-worker holds together with ``home``: int64 [num_workers]."""
+        """Return how many sequences have a copy on each R-worker and one on R-worker ``home``: int64 [num_workers]."""
         rows = self._table.rows
         homes, others = self._table.homes[rows], self._table.second_workers[rows]
         partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
@@ -149,7 +149,7 @@ class SecondPlacement:
 
 
 class SegmentPlacement:
-    """Places the segments of a long sequence on the R-workers where the coming load takes the least time."""
+    """Places the segments of a long sequence where the forecast load takes the least time."""
 
     def __init__(
         self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future, load_limit: LoadLimit
@@ -162,7 +162,7 @@ class SegmentPlacement:
         self, sequence: TokenSequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
     ) -> tuple[Newcomer, list[Segment]] | None:
         """Return the load and the segments with which ``sequence`` starts; segments of ``hit`` stay on their R-workers.
-        Return None if there is no room, or if this step would compute no token of it.
+        Return None if blocks are missing, or if this step could compute none of its tokens.
         """
         alone = self._future.newcomer(sequence, 0, hit.num_tokens if hit else -1)
         if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
@@ -202,8 +202,8 @@ class SegmentPlacement:
         return segments
 
     def _copy_too(self, segment: Segment, room: np.ndarray) -> None:
-        """Give ``segment`` a second copy if another R-worker has room for it.
-        ``room``, free blocks, int64 [num_workers], is updated. R-workers of other hosts come first, and among these the
+        """Give ``segment`` a second copy if another R-worker has enough free blocks.
+        ``room``, free blocks, int64 [num_workers], is updated. R-workers of other hosts come first, and of these the
         one with most blocks left. The copy is dropped when blocks run out (``SecondCopies.give_up``).
         """
         able = [each for each in self._workers.accepting if each != segment.home and room[each] > segment.num_blocks]
@@ -215,7 +215,7 @@ class SegmentPlacement:
             segment.copies.append(Copy(worker))
 
     def next_tail(self, sequence: TokenSequence) -> tuple[int, bool]:
-        """Return the R-worker for the next tail of the decoding ``sequence``, whose tail is full; -1 for none.
+        """Return the R-worker for the next segment of the decoding ``sequence``, whose last one is full; -1 for none.
         The second result says whether a block is available there.
         """
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
@@ -231,7 +231,7 @@ class SegmentPlacement:
         return (found or [-1])[0], False
 
     def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
-        """Return each lost segment of ``sequence`` with a new R-worker; None if there is no room."""
+        """Return a new R-worker for each lost segment of ``sequence``; None if blocks are missing."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
@@ -241,7 +241,10 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return the R-workers' speeds, 0 for lost R-workers, and for draining ones unless the others lack the room."""
+        """Return the R-workers' speeds, 0 for lost R-workers. Draining ones have 0 too, unless they are needed.
+        They are needed if no other R-worker has room for the sequence, or ``capacities`` for a segment of size
+        ``most``.
+        """
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True
         if capacities is None:
@@ -253,6 +256,5 @@ class SegmentPlacement:
         return speeds
 
     def _tokens(self, sequence: TokenSequence) -> list[int]:
-        """Return the KV tokens that ``sequence`` and its siblings attend per step in each segment of the prompt."""
         length, members, num_tokens = self._needs.segment_tokens, 1 + len(sequence.siblings), sequence.num_tokens
         return [members * min(length, num_tokens - start) for start in starts(num_tokens, length)]

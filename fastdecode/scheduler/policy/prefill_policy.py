@@ -11,13 +11,13 @@ from fastdecode.core.remote_prefill import PrefillPart
 
 
 class PrefillForecast(Protocol):
-    """Predicted times of a chain of prefill workers.
-    ``speeds``: of each worker in order; 1 is as predicted. ``context_len``: tokens of a cached prefix that the prompt
-    attends to.
+    """Predicts the times of a chain of prefill workers.
+    ``speeds``: of each worker in order; 1 is the predicted speed. ``context_len``: tokens of a cached prefix to which
+    the prompt attends.
     """
 
     def parts(self, num_tokens: int, speeds: Sequence[float], context_len: int = 0) -> tuple[int, ...]:
-        """Return the number of the prompt's ``num_tokens`` tokens that each worker computes, all above 0."""
+        """Return how many of the prompt's ``num_tokens`` tokens each worker computes; none computes 0."""
 
     def seconds(self, parts: Sequence[int], speeds: Sequence[float], context_len: int = 0) -> tuple[float, ...]:
         """Return the seconds from the prompt's start until each worker is done; the last is the time to first token."""
@@ -26,7 +26,7 @@ class PrefillForecast(Protocol):
 @dataclass(frozen=True)
 class _PredictedPrompt:
     """A prompt that prefill workers compute.
-    ``seconds``: predicted until each part is done, at the workers' ``paces``.
+    ``seconds``: predicted until each part is done, for workers with these ``paces``.
     """
 
     parts: tuple[PrefillPart, ...]
@@ -43,22 +43,22 @@ class _PredictedPrompt:
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to compute a prompt, and the total waiting time in seconds that it causes."""
+    """A way to compute a prompt, with the seconds that all requests together wait because of it."""
 
     parts: tuple[PrefillPart, ...]
     waited_seconds: float
 
 
 class LeastWaiting:
-    """Sends a prompt where the total waiting time that it causes, in seconds, is least.
+    """Sends a prompt where it makes all requests together wait least, in seconds.
     Three kinds of requests wait. The prompt itself waits until its first token. The prompts behind it wait for workers:
     the worker time that it takes, divided by the number of workers. Every decoding sequence waits while the S-worker
-    computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. While
-    many wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt stays on the
-    S-worker if it could compute the prompt before a prefill worker answers. As many prompts are assumed to come behind
-    this one as wait for workers now, since a queue keeps its length in the long run. Times are predicted (``forecast``)
-    and corrected by the times of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on
-    the S-worker, by its tokens and the tokens of its cached prefix; infinite if the S-worker must not compute any.
+    computes the prompt. So a lone long prompt takes a chain of all workers, since nothing else waits for them. If many
+    prompts wait, each takes one worker, because a chain of p takes more than a p-th of the time. A prompt stays on the
+    S-worker if this can compute it before a prefill worker answers. As many prompts are taken to come behind this one
+    as wait for workers now, since a queue keeps its length in the long run. Times are predicted (``forecast``) and
+    corrected by the times of past prompts. A worker runs its jobs in order. ``s_seconds``: seconds of a prompt on the
+    S-worker, by its tokens and the tokens of its cached prefix; infinite if the S-worker must not compute any.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class LeastWaiting:
                 self._correct(part.worker, pace, (now_seconds - start) / job.seconds[-1])
 
     def joined(self, worker: int) -> None:
-        """Add prefill worker ``worker``, with the predicted speed until a prompt shows another."""
+        """Use prefill worker ``worker`` too, with the predicted speed until a prompt shows another one."""
         self._pace[worker] = 1.0
         self._idle_since[worker] = self._now
 
     def lost(self, worker: int) -> None:
-        """Remove prefill worker ``worker``."""
+        """Use prefill worker ``worker`` no more."""
         self._pace.pop(worker, None)
 
     def backlog_seconds(self) -> dict[int, float]:
@@ -119,7 +119,7 @@ class LeastWaiting:
         return {worker: max(free - self._now, 0.0) for worker, free in self._free()[0].items()}
 
     def _chains(self, num_tokens: int, context_len: int) -> Iterator[_Option]:
-        """Yield a chain of each length for a prompt, made of workers that become free at nearly the same time."""
+        """Yield options for a prompt: chains of each length, of workers that become free at nearly the same time."""
         free, num_queued = self._free()
         waiting = max(self._num_waiting - 1, num_queued)
         order = sorted(free, key=lambda worker: (free[worker], self._pace[worker], worker))
@@ -136,8 +136,8 @@ class LeastWaiting:
     def _predict(
         self, num_tokens: int, context_len: int, speeds: tuple[float, ...]
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Return the tokens of each worker in a chain with ``speeds``, and the seconds until each is done.
-        Chains with equal speeds share a cached answer.
+        """Return how many tokens each worker of a chain with ``speeds`` computes, and the seconds until each is done.
+        Predictions are cached by speeds.
         """
         asked = num_tokens, context_len, speeds
         # Most predictions that are cached
@@ -150,7 +150,7 @@ class LeastWaiting:
         return self._known[asked]
 
     def _free(self) -> tuple[dict[int, float], int]:
-        """Return the time in seconds when each worker is free, and how many prompts wait for a worker."""
+        """Return when each worker is free, in seconds, and how many prompts wait for a worker."""
         free, num_queued = dict(self._idle_since), 0
         for job in self._jobs.values():
             start = job.start(free)
@@ -158,11 +158,11 @@ class LeastWaiting:
             for part, seconds in zip(job.parts, job.seconds, strict=True):
                 free[part.worker] = start + seconds
             last = job.parts[-1].worker
-            free[last] = max(free[last], self._now)  # the last prompt is late, but not done
+            free[last] = max(free[last], self._now)  # a prompt that is late still runs
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:
-        # Largest factor by which one prompt corrects a speed: a stall says little about the next prompt
+        # Largest factor by which one prompt corrects a worker's speed, since a pause says little about the next prompt
         largest_correction = 4.0
         ratio = min(max(ratio, 1 / largest_correction), largest_correction)
         # Weight of one finished prompt in the estimate of its workers' speed
@@ -171,8 +171,8 @@ class LeastWaiting:
 
 
 def _speed(pace: float) -> float:
-    """Return the speed for ``pace``, seconds relative to the prediction, in discrete steps; never 0."""
-    # Speeds are rounded to multiples of this, so that parts do not change with every prompt
+    """Return the speed that belongs to ``pace``, seconds relative to the prediction; rounded, and never 0."""
+    # Speeds are rounded to multiples of this, so that not every prompt changes the parts
     pace_step = 0.05
     return max(round(1 / pace / pace_step), 1) * pace_step
 

@@ -1,4 +1,4 @@
-"""Checks of room for sequences: free blocks and allowed KV load, now and until a sequence ends."""
+"""Checks whether a sequence fits: free blocks and allowed KV load, now and until it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fastdecode.scheduler.store.store import Store
 
 
 class Room:
-    """Checks whether R-workers have room for sequences.
-    A sequence never has more segments on an R-worker than would fit if it were alone there. So the oldest sequence can
-    always continue.
+    """Checks whether sequences fit R-workers.
+    A sequence may have only as many segments on an R-worker as it could have if it were alone there. So the oldest
+    sequence can always continue.
     """
 
     def __init__(self, needs: Needs, limits: Limits, store: Store, load_limit: LoadLimit) -> None:
@@ -43,15 +43,15 @@ class Room:
         self._load_limit.check(self._needs.attended(sequence))
 
     def may_split(self, sequence: TokenSequence) -> bool:
-        """Return whether ``sequence`` may become too long for one segment."""
+        """Return whether ``sequence`` may become too long for a single segment."""
         return sequence.max_cached > self._needs.segment_tokens
 
     def fits_somewhere(self, sequence: TokenSequence) -> bool:
-        """Return whether one present R-worker, or all together, could run ``sequence`` alone."""
+        """Return whether one of the present R-workers, or all of them together, could run ``sequence`` alone."""
         return self._fits_among(sequence, self._workers.present)
 
     def fits_elsewhere(self, sequence: TokenSequence) -> bool:
-        """Return whether one R-worker that is not draining, or all of them together, could run ``sequence`` alone."""
+        """Return whether one of the R-workers that are not draining, or all of these together, could run it alone."""
         return self._fits_among(sequence, self._workers.accepting)
 
     def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
@@ -64,11 +64,11 @@ class Room:
 
     def to_begin(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> bool:
         """Return whether ``sequence``, in one segment, can start on ``worker`` now, from ``hit`` if given.
-        Its blocks must be free there, plus one for each sequence that is already there, so that none is preempted at
-        once.
+        Its blocks must be free there, and one more for each sequence that is already there, so that none is preempted
+        soon.
         """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # blocks of the hit, which can no longer be evicted
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # blocks of the hit, which may be evicted until now
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]
@@ -76,14 +76,14 @@ class Room:
         return bool(enough and self.could_hold(sequence, worker))
 
     def to_begin_where(self, sequence: TokenSequence, available: np.ndarray) -> np.ndarray:
-        """Return for each R-worker whether ``sequence`` can start there without a hit: bool [num_workers].
+        """Return, for each R-worker, whether ``sequence`` can start there without a cached prefix: bool [num_workers].
         The load limit is not checked. ``available``: blocks, int64 [num_workers].
         """
         able = self._leaves_a_block(self._needs.at_start(sequence), self._workers.num_sequences, available)
         return able & (self._needs.at_most(sequence) <= self._workers.num_blocks)
 
     def to_go_on(self, sequence: TokenSequence, num_blocks: int, worker: int) -> bool:
-        """Return whether ``sequence``, one segment of ``num_blocks``, could run on ``worker`` without preemption."""
+        """Return whether ``sequence``, in one segment of ``num_blocks``, could continue on ``worker`` unpreempted."""
         there = self._workers[worker]
         return num_blocks + there.num_sequences <= there.available and bool(self.could_hold(sequence, worker))
 
@@ -103,14 +103,14 @@ class Room:
         return self._workers.num_blocks * self._workers.block_size
 
     def ceilings(self) -> np.ndarray:
-        """Return the most KV tokens that each R-worker may attend, by its memory and a strict limit.
+        """Return the most KV tokens that each R-worker may attend, given its memory and a strict limit.
         The result is float64 [num_workers].
         """
         return np.minimum(self.capacities(), self._load_limit.ceilings)
 
     def left_for(self, sequence: TokenSequence) -> np.ndarray:
         """Return the blocks and tokens that ``sequence`` may still take on each R-worker: int64 [num_workers, 2].
-        They are what :meth:`alone` returns, minus what the present segments take at their end.
+        This is what :meth:`alone` returns, less what the segments that exist take when they are full.
         """
         capacities = self.alone(sequence)
         for segment, size in zip(sequence.segments, self._needs.sizes_at_end(sequence), strict=False):
@@ -124,7 +124,7 @@ class Room:
         return np.column_stack([self._workers.num_blocks, tokens.astype(np.int64)])
 
     def _leaves_a_block(self, needed: int, others: int | np.ndarray, available: int | np.ndarray) -> np.ndarray | bool:
-        """Return whether ``available`` blocks suffice for ``needed``, and for one each of ``others`` sequences."""
+        """Return whether ``available`` blocks suffice for ``needed``, and one more for each of ``others`` sequences."""
         return needed + (0 if self._needs.holds_all_from_start else others) <= available
 
     def _pool_holds(self, sequence: TokenSequence, among: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The policy for second copies (``kv_replicas``): which copy is made next, and how much time it may take."""
+"""The policy for second copies (``kv_replicas``): which copy is made next, and what time this may take."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MOST_BLOCKS = 1 << 20
 
 class SecondCopies:
     """Keeps a second copy of each sequence.
-    After a loss the sequence continues from the other copy, and either holder may attend. A prompt is stored on two
-    R-workers while it is computed. Exceptions: a prompt continues from a prefix with one copy, or has several segments
-    and no room for second copies. A missing second copy is made between steps, one after another, in pieces that take a
-    small part of a step.
+    If an R-worker is lost, the sequence continues from the other copy. In each step, either copy can be attended. A
+    prompt is stored on two R-workers while it is computed, unless it continues from a prefix with one copy, or has
+    several segments for which blocks are missing. A missing second copy is made between steps, one after another, in
+    pieces that take a small fraction of a step's time.
     """
 
     def __init__(self, store: Store, admission: Admission, price: TransferPrice) -> None:
@@ -46,13 +46,13 @@ class SecondCopies:
         self._has_lost = False
 
     def lost(self) -> None:
-        """Handle the loss of an R-worker: make no copies before the next step has run.
-        That step gives the sequences that lost tokens their next token first.
+        """Make no copies before the next step has run, since an R-worker was lost.
+        That step first gives the sequences that lost tokens their next token.
         """
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """Learn the duration of a step, since copies may take a fraction of it."""
+        """Learn the duration of a step, of which copies may take a fraction."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -64,12 +64,13 @@ class SecondCopies:
         self._credit -= seconds
 
     def joined(self, worker: int) -> None:
-        """Record that R-worker ``worker`` has joined and holds no copies."""
+        """Let the new R-worker ``worker``, which holds no copies, take over some."""
         self._joined.append(worker)
 
     def leave_draining(self) -> Decision[None]:
         """Drop second copies on draining R-workers, and unfinished copies to them.
-        If a segment is only on a draining R-worker, drop an unfinished copy from there: the segment moves instead.
+        If a segment is only on a draining R-worker, an unfinished second copy of it is dropped too: the segment must
+        move.
         """
         for worker in self._workers.draining:
             yield from self._give_up_making(worker)
@@ -78,24 +79,23 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the segment moves instead
+                yield DropTransfer(transfer)  # the segment must move
 
     def give_up(self, worker: int) -> Decision[bool]:
-        """Free blocks on ``worker``: drop an unfinished copy to it, or one of two copies of a long sequence's segment.
+        """Free blocks on ``worker``: drop an unfinished copy to it, or a copy of a segment that has another copy.
         Return False if there is neither.
         """
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
 
     def _give_up_making(self, worker: int) -> Decision[bool]:
-        """Drop the unfinished copy to R-worker ``worker``; return False if there is none."""
         made = next((each for each in self._store.transfers if each.target == worker), None)
         if made:
             yield DropTransfer(made)
         return made is not None
 
     def _give_up_spare(self, worker: int) -> Decision[bool]:
-        """Drop a copy on ``worker`` if its segment has another copy; take the youngest sequence of several segments.
-        Return False if there is none. Sequences of one segment keep both copies, since each copy is enough to continue.
+        """Drop a copy on ``worker`` if its segment has another one; take the youngest sequence of several segments.
+        Return False if there is none. Sequences of one segment keep both copies, since either is enough to continue.
         """
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
             for segment in reversed(sequence.segments):
@@ -122,7 +122,7 @@ class SecondCopies:
         return transfer
 
     def _grow(self, transfer: Transfer) -> Decision[bool]:
-        """Reserve blocks for tokens that the segment got since ``transfer`` began; return False if there is no room."""
+        """Reserve blocks for tokens that were appended since ``transfer`` began; return False if none are free."""
         worker, more = self._workers[transfer.target], transfer.segment.num_blocks - transfer.num_blocks
         if more > 0 and (worker.available < more + worker.num_sequences or worker.is_draining):
             return False
@@ -130,21 +130,21 @@ class SecondCopies:
         return True
 
     def _piece_tokens(self) -> int:
-        """Return how many tokens, in whole blocks, to copy in the fraction of a step's time that copies may take."""
-        # Least seconds for a piece of a copy, even if steps are short, since each piece has fixed costs
+        """Return how many tokens, in whole blocks, can be copied in the time that copies may take per step."""
+        # Least seconds for a piece of a copy, since each piece has fixed costs
         least_seconds = 0.01
         seconds, block_size = max(SHARE * self._step_seconds, least_seconds), self._workers.block_size
         num_blocks = seconds / max(self._price.per_token * block_size, 1e-9)
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
-        """Return a sequence, its segment with one copy, and the R-worker for a second one; None if there is none.
-        The sequence is the oldest decoding one for which there is room.
+        """Return (sequence, its segment with one copy, R-worker for a second copy); None if no copy can be made.
+        The sequence is the oldest decoding one for which blocks are free.
         """
         rows = self._table.rows
         ids = self._table.chunks["sequence_id"][rows[self._table.second_workers[rows] < 0]].tolist()
         ids += [each.sequence_id for each in self._table.several() if each.sequence_id in self._residents.decoding]
-        # Most sequences examined between two steps, since there may be thousands, and room for none of them
+        # Most sequences that are tried between two steps; there may be thousands, and no free block for any
         most_tried = 4
         for sequence_id in sorted(set(ids))[:most_tried]:
             sequence = self._residents.decoding[sequence_id]
@@ -157,7 +157,7 @@ class SecondCopies:
         return None
 
     def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a copy to make for an R-worker that joined: sequence, segment, target, R-worker that drops its copy.
+        """Return a copy for an R-worker that joined: (sequence, segment, this R-worker, R-worker that drops its copy).
         Return None once the new R-worker holds as much as the others.
         """
         while self._joined:
@@ -167,15 +167,15 @@ class SecondCopies:
         return None
 
     def _for_newcomer(self, target: int) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a copy for the new R-worker ``target`` to take over from the R-worker that holds most, or None.
-        The sequence keeps its other copy; the result has the form of ``_evening``.
+        """Return a copy that the new R-worker ``target`` takes over from the R-worker that holds most, or None.
+        The sequence keeps its other copy. The result has the form of ``_evening``.
         """
         table, accepting = self._table, self._workers.accepting
         if target not in accepting:
             return None
         held = table.count_held(table.rows, table.num_cached[table.rows], len(self._workers))
         times = held / np.maximum(self._workers.speeds.lasting, 1e-300)
-        # A new R-worker takes over copies while it holds less than this fraction of the mean, relative to its speed
+        # A new R-worker takes over copies until it holds this fraction of the mean, relative to its speed
         uneven_holders = 0.9
         if times[target] >= uneven_holders * times[accepting].mean():
             return None

@@ -1,7 +1,7 @@
 """The source of adopted prefixes: sequences that an earlier engine left on R-workers.
 Each segment of such a sequence is a retained prefix under its old cache id, with the tokens after its last full block.
 If the client sends the sequence again, the sequence continues in these blocks: they count as its own, and its R-workers
-need no control. Until then the prefixes may be evicted like others, and other sequences may begin from their full
+need no control. Until then the prefixes may be evicted like all prefixes, and other sequences may start from their full
 blocks.
 """
 
@@ -38,8 +38,8 @@ class Adopted(IndexedSource):
 
     def adopt(self, held: Held, known: Mapping[int, KnownTokens], lowest_name: int = 0) -> dict[int, int]:
         """Keep the tokens on R-workers whose cache id is in ``known``, and release all other cache ids.
-        Copies on several R-workers are cut to the tokens that all of them have. New cache ids are below ``lowest_name``
-        and below all held ones.
+        Copies on several R-workers are cut to the tokens that all of them have. New cache ids will be below
+        ``lowest_name`` and below all held ones.
 
         Returns:
           The number of tokens kept on each R-worker.
@@ -61,7 +61,7 @@ class Adopted(IndexedSource):
         return counts
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return a hit for each R-worker that holds tokens of ``sequence`` itself; all hits cover the same tokens.
+        """Return, by R-worker, a hit for tokens of ``sequence`` itself; all hits cover the same tokens.
         If the sequence has several segments, these R-workers hold its last segment.
         """
         pieces = self._pieces(sequence.sequence_id)
@@ -84,22 +84,22 @@ class Adopted(IndexedSource):
         return sum(each.num_tokens for each in self._pieces(sequence_id))
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return a hit for the same prefix on another R-worker, or None. The prefix of ``hit`` may be taken already."""
+        """Return a hit for the same prefix on another R-worker, or None. ``hit`` may be in use already."""
         others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
         return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
 
     def is_broken(self, sequence: TokenSequence) -> bool:
-        """Return whether the first tokens of ``sequence`` were lost, so that it cannot continue in place."""
+        """Return whether the first tokens of ``sequence`` were lost, so that it cannot continue in its old blocks."""
         return sequence.sequence_id in self._names and not self._pieces(sequence.sequence_id)
 
     def close(self, sequence: TokenSequence) -> None:
-        """Release the prefix whose cache id is the id of ``sequence``; others of its adopted prefixes stay retained."""
+        """Release the adopted prefix that has the id of ``sequence``; the sequence's other ones stay retained."""
         if self._names.pop(sequence.sequence_id, None) is not None:
             for prefix in list(self._prefixes([sequence.sequence_id])):
                 self._index.shorten(prefix, 0)
 
     def _pieces(self, sequence_id: int) -> list[Hit]:
-        """Return hits for the kept segments of a sequence in order, up to the first incomplete segment."""
+        """Return hits for the kept segments of a sequence in order, up to the first that is incomplete."""
         by_start = self._names.get(sequence_id, {})
         pieces: list[Hit] = []
         while by_start and all(each.num_tokens == self._segment_tokens for each in pieces[-1:]):
@@ -147,8 +147,8 @@ class Adopted(IndexedSource):
 
     def _lengths(self, ours: Mapping[int, HeldSequence], wanted: Mapping[int, int]) -> dict[int, int]:
         """Return how many tokens of each held sequence are kept, by cache id; ``wanted`` gives the most.
-        A sequence keeps its last, partial block only if no other sequence shares it, since more tokens are written
-        there. A sequence whose recurrent state cannot go back to that length is dropped.
+        A sequence keeps its last, partly full block only if no other sequence uses this block too, since more tokens
+        are written there. A sequence whose recurrent state cannot go back to that length is dropped.
         """
         size = self._workers.block_size
         lengths = {name: wanted[name] for name in ours}

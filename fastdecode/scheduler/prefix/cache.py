@@ -26,24 +26,24 @@ class Leaders:
         self._computing: dict[bytes, TokenSequence] = {}
 
     def __len__(self) -> int:
-        """Return the number of blocks in computation for which other sequences may wait."""
+        """Return the number of blocks that are being computed, and for which other sequences may wait."""
         return len(self._computing)
 
     def begin(self, sequence: TokenSequence, num_blocks: int) -> None:
         """Record that ``sequence`` computes its prompt from block ``num_blocks`` on.
-        Blocks that another sequence already computes are not recorded.
+        Blocks that another sequence is already computing are not recorded.
         """
         for block_hash in sequence.block_hashes[num_blocks:]:
             self._computing.setdefault(block_hash, sequence)
 
     def stop(self, sequence: TokenSequence) -> None:
-        """Let no sequence wait for ``sequence`` any more: its prompt is cached, or it has left."""
+        """Let no sequence wait for ``sequence`` any more: its prompt is cached, or it gave up its cache."""
         for block_hash in sequence.block_hashes:
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
 
     def leader_of(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Return a sequence that computes a longer prefix of ``sequence`` than any cached one.
+        """Return a sequence that is computing a longer prefix of ``sequence`` than any cached one.
         Return None if there is none.
         """
         usable = usable_hashes(sequence, self._workers.block_size)
@@ -73,7 +73,7 @@ class PrefixCache:
         self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
-        """Return the index of prefixes and their keeper: of blocks, or of recurrent states if layers have them."""
+        """Return an index of prefixes, and the source that retains blocks, or recurrent states if layers have them."""
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
@@ -99,7 +99,7 @@ class PrefixCache:
         self.kept.arrive(sequence)
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index. A scored prompt has none."""
+        """Return, by R-worker, the longest prefix of ``sequence`` that can be reused. A scored prompt has none."""
         if sequence.scored:
             return {}
         for source in self.sources:
@@ -113,7 +113,7 @@ class PrefixCache:
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
         """Return what a sequence may start from, best first: ``hit``, then None (no prefix) if it has recurrent states.
-        Using a recurrent state makes a copy of it. Without room for the copy, the whole prompt is recomputed.
+        Starting from a recurrent state copies it. If no blocks are free for the copy, the whole prompt is recomputed.
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 
@@ -129,7 +129,7 @@ class PrefixCache:
 
     def name(self, sequence: TokenSequence, segments: Sequence[Segment], hit: Hit | None) -> None:
         """Assign cache ids to ``segments``, with which ``sequence`` starts from ``hit``.
-        Segments continued in place keep their cache ids.
+        Segments that continue in their old blocks keep their cache ids.
         """
         if len(segments) > 1 and hit and hit.is_own:
             ids = [each.prefix.prefix_id for each in hit.source.pieces(sequence, hit)]
@@ -145,13 +145,13 @@ class PrefixCache:
             source.close(sequence)
 
     def leave(self, sequence: TokenSequence) -> bool:
-        """Retain the cached tokens of ``sequence``, which gives them up.
+        """Retain the cached tokens of ``sequence``, which gives up its cache.
         Return True if R-workers need not release them.
         """
         return any(source.leave(sequence) for source in self.sources)
 
     def forget_beyond(self, copy: Copy, num_tokens: int) -> None:
-        """Shorten the prefix retained from ``copy`` to ``num_tokens`` tokens, since later ones are wrong."""
+        """Cut the prefix that was retained from ``copy`` to ``num_tokens`` tokens, since later ones are wrong."""
         prefix = None if copy.prefix_id is None else self._workers[copy.worker].prefixes.get(copy.prefix_id)
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
@@ -163,7 +163,7 @@ class PrefixCache:
         return self._index.make_room(worker, num_blocks)
 
     def reset(self) -> None:
-        """Evict all prefixes from R-workers' memory; running sequences continue."""
+        """Evict all prefixes from R-workers' memory. Running sequences continue."""
         for index in range(len(self._workers)):
             self._index.clear(index)
 

@@ -14,8 +14,8 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 class PrefixIndex:
     """Finds retained prefixes by the hash of all tokens up to the end of a block.
-    A prefix holds blocks of one segment, of at most ``segment_tokens`` tokens. A longer text is found as one prefix per
-    segment. ``now_seconds``: the time recorded when a prefix is used, on any clock.
+    A prefix is within one segment, of at most ``segment_tokens`` tokens. A longer text is found as one prefix per
+    segment. ``now_seconds``: the time to record when a prefix is used, on any clock.
     """
 
     def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
@@ -24,7 +24,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return each R-worker's longest prefix of ``sequence`` within ``block_hashes``, as hits of ``source``."""
+        """Return, by R-worker, the longest prefix with first hashes of ``block_hashes``, as hits of ``source``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -40,7 +40,7 @@ class PrefixIndex:
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def cached_from(self, block_hashes: list[bytes], start: int) -> int:
-        """Return the end of the run of cached blocks in ``block_hashes`` that begins at index ``start``.
+        """Return the index after the last cached block, if all blocks from ``start`` up to it are cached.
         Return ``start`` if there is none.
         """
         return next(
@@ -49,7 +49,7 @@ class PrefixIndex:
         )
 
     def holder(self, block_hash: bytes) -> Prefix | None:
-        """Return a prefix that has the block ``block_hash``, and so all earlier blocks of its segment.
+        """Return a prefix on any R-worker that has the block ``block_hash``, so also all before it in its segment.
         Return None if there is none.
         """
         return next(iter(self._by_hash.get(block_hash, {}).values()), None)
@@ -59,14 +59,14 @@ class PrefixIndex:
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the hit for the other copy of the same tokens; None if no other R-worker retains one."""
+        """Return a hit for the other copy of the same tokens; None if no other R-worker retains one."""
         prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
         """Return a hit for each segment of ``sequence`` that ``hit`` covers.
-        The last hit may cover only the first blocks of its segment.
+        The last one may cover only the first blocks of its segment.
         """
         whole = self._segment_tokens // self._workers.block_size
         ends = range(whole, hit.num_blocks, whole)
@@ -77,7 +77,7 @@ class PrefixIndex:
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
         """Let ``copy`` of ``segment`` begin with the tokens of ``hit``.
-        If the prefix has the segment's cache id, the copy takes over its blocks; otherwise the copy is a fork.
+        If the prefix has the segment's cache id, the copy takes over its blocks; otherwise the copy is forked from it.
         """
         prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
         segment.num_tokens = hit.num_tokens
@@ -95,7 +95,7 @@ class PrefixIndex:
         return any(each.worker == prefix.worker and len(each.blocks) > len(prefix.blocks) for each in holders)
 
     def contained(self, prefix: Prefix) -> Iterable[bytes]:
-        """Return the names of parked chains that are of no more use once ``prefix`` is parked."""
+        """Return the names of parked prefixes that are of no more use once ``prefix`` is parked."""
         return prefix.block_hashes[:-1]
 
     def touch(self, prefix: Prefix) -> None:
@@ -104,7 +104,7 @@ class PrefixIndex:
         self._workers[prefix.worker].prefixes.move_to_end(prefix.prefix_id)
 
     def add(self, prefix: Prefix) -> None:
-        """Retain ``prefix``, whose blocks are already counted as taken."""
+        """Retain ``prefix``, whose blocks are already counted as used."""
         for block in (*prefix.blocks, *prefix.own):
             block.num_prefixes += 1
         prefix.used_seconds = self.now_seconds
@@ -122,8 +122,8 @@ class PrefixIndex:
         return worker.free >= num_blocks
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free ``count`` more blocks on R-worker ``index``, or all that only prefixes hold.
-        The least recently used prefixes are shortened first, each from its end.
+        """Free ``count`` more blocks on R-worker ``index``, or all that only prefixes use.
+        The least recently used prefixes are cut first, each from its end.
         """
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
@@ -138,7 +138,6 @@ class PrefixIndex:
                 return
 
     def _found_by(self, prefix: Prefix, keep: int) -> list[bytes]:
-        """Return the hashes by which ``prefix`` is found: of all its blocks except the first ``keep``."""
         return prefix.block_hashes[keep:]
 
     def clear(self, index: int) -> None:
@@ -147,7 +146,7 @@ class PrefixIndex:
             self.shorten(prefix, 0)
 
     def shorten(self, prefix: Prefix, keep: int) -> None:
-        """Release the blocks of ``prefix`` after the first ``keep``."""
+        """Release the blocks of ``prefix`` after the first ``keep`` blocks."""
         worker = self._workers[prefix.worker]
         self.let_go(prefix, keep)
         if keep:
@@ -156,7 +155,7 @@ class PrefixIndex:
             worker.release(prefix.prefix_id)
 
     def let_go(self, prefix: Prefix, keep: int = 0) -> None:
-        """Count only the first ``keep`` blocks of ``prefix`` as retained, without a control to its R-worker."""
+        """Retain only the first ``keep`` blocks of ``prefix``. No control is queued; callers queue one if needed."""
         worker = self._workers[prefix.worker]
         worker.forget(reversed(prefix.blocks[keep:]))
         worker.forget(prefix.own)
@@ -172,7 +171,7 @@ class PrefixIndex:
 
 
 class IndexedSource(Source):
-    """A source whose prefixes are in an index, which also implements the operations on hits."""
+    """A source whose prefixes are in an index. The index also carries out the operations on hits."""
 
     def __init__(self, workers: Workers, index: PrefixIndex) -> None:
         self._workers, self._index = workers, index
@@ -191,8 +190,8 @@ class IndexedSource(Source):
 
 
 def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: int) -> None:
-    """Append to ``block_hashes`` the missing hashes of the full blocks of ``token_ids``.
-    Each hash covers all earlier tokens.
+    """Append the missing hashes of the full blocks of ``token_ids`` to ``block_hashes``.
+    Each hash covers all tokens up to the block's end.
     """
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         before = block_hashes[-1] if block_hashes else b""
@@ -200,5 +199,5 @@ def extend_hashes(block_hashes: list[bytes], token_ids: list[int], block_size: i
 
 
 def usable_hashes(sequence: TokenSequence, block_size: int) -> list[bytes]:
-    """Return the hashes of the blocks that ``sequence`` can reuse. At least its last token is always computed."""
+    """Return the hashes of the blocks that ``sequence`` may reuse. Its last token is always computed."""
     return sequence.block_hashes[: (sequence.num_prefill - 1) // block_size]

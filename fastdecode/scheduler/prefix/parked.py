@@ -1,4 +1,4 @@
-"""The source of parked prefixes: chains of blocks on R-workers' disks, and prefixes that are being loaded."""
+"""The source of parked prefixes, which are on R-workers' disks, and of those that are being loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 class Beginning(NamedTuple):
     """A parked part of a sequence: the first ``num_blocks`` blocks of ``chain`` on the disk of R-worker ``worker``.
-    It follows the first ``start`` blocks of the sequence, which are in earlier segments.
+    The first ``start`` blocks of the sequence come before; they are in earlier segments.
     """
 
     worker: int
@@ -41,7 +41,7 @@ class Waking:
 
 @dataclass
 class WakeCounts:
-    """Counts of prefixes loaded from disks, of their tokens, and of parked prefixes that failed to load."""
+    """Counts of prefixes loaded from disks, of their tokens, and of prefixes that failed to load."""
 
     num_woken: int = 0
     num_tokens: int = 0
@@ -49,8 +49,8 @@ class WakeCounts:
 
 
 class ParkedChains:
-    """The chains on R-workers' disks, by the hash of all tokens up to the end of a piece or of the last block.
-    A piece is ``PIECE_TOKENS`` tokens. ``whole``: chains have states, so they are of use only as a whole.
+    """The parked prefixes (``Chain``), by the hash of all tokens up to the end of a piece or of the last block.
+    A piece is ``PIECE_TOKENS`` tokens. ``whole``: they contain recurrent states, so each can only be loaded as a whole.
     """
 
     def __init__(self, block_size: int, whole: bool) -> None:
@@ -88,14 +88,14 @@ class ParkedChains:
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
     def within(self, worker: int, names: Iterable[bytes]) -> list[bytes]:
-        """Return those of ``names`` that are chains on the disk of ``worker``."""
+        """Return those of ``names`` that name chains on the disk of ``worker``."""
         return [name for name in names if (worker, name) in self._by_name]
 
     def longest(
         self, sequence: TokenSequence, block_hashes: list[bytes], start: int, workers: list[int]
     ) -> Beginning | None:
-        """Return the longest part of ``sequence`` on a disk of ``workers`` from block ``start`` on, or None.
-        ``block_hashes``: the hashes of these blocks.
+        """Return the longest part of ``sequence`` from block ``start`` on that a disk of ``workers`` has, or None.
+        ``block_hashes``: the hashes of the blocks from ``start`` on.
         """
         for depth in range(len(block_hashes), 0, -1):
             fitting = [
@@ -119,8 +119,8 @@ class ParkedChains:
 
 
 class Parked(Source):
-    """Knows the prefixes on disks. A prefix is first loaded ("woken") and then retained; it is never used directly.
-    ``chains``: the chains on disks. ``counts``: counts of loaded prefixes.
+    """The source of parked prefixes. A prefix is first loaded ("woken") and then retained; it is never used directly.
+    ``chains``: the prefixes on disks. ``counts``: counts of loaded prefixes.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class Parked(Source):
         self.chains.forget(worker)
 
     def set_clock(self, now_seconds: float) -> None:
-        """Set the time that is recorded when prefixes are used, until the next call."""
+        """Set the time to record for the use of prefixes, until the next call."""
         self._index.now_seconds = now_seconds
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
-        """Return the parked prefix that the waiting ``sequence`` should load next; None if none is worth it.
-        It must reach beyond the cached prefix. In a sequence of several segments, it is in the first segment that is
-        not cached. Whether loading is worth it depends on this segment and all cached or parked ones that follow it.
+        """Return the parked prefix that the waiting ``sequence`` should load next; None if loading is not worthwhile.
+        It must reach beyond the cached prefix. For a sequence of several segments, it is in the first segment that is
+        not cached. Whether loading is worthwhile depends on this segment and all cached or parked ones that follow.
         """
         if not len(self.chains):
             return None
@@ -155,7 +155,7 @@ class Parked(Source):
         return first if first and self._kept.is_worth(sequence, depth) else None
 
     def _next(self, sequence: TokenSequence, usable: list[bytes], depth: int) -> Beginning | None:
-        """Return the longest parked prefix of the segment with block ``depth`` that includes this block.
+        """Return the longest parked prefix, within the segment that has block ``depth``, that includes this block.
         Return None if there is none.
         """
         start = depth // self._range_blocks * self._range_blocks
@@ -164,7 +164,7 @@ class Parked(Source):
         return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
-        """Reserve blocks to load ``beginning`` for ``sequence``; return None without room for the whole sequence."""
+        """Reserve blocks to load ``beginning`` for ``sequence``; return None if these or later blocks are missing."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         needed = min(needed - beginning.start, self._range_blocks)
         num_own = self._num_own(beginning)
@@ -178,7 +178,8 @@ class Parked(Source):
 
     def woken(self, waking: Waking, sequence: TokenSequence) -> None:
         """Retain the loaded prefix ``waking`` as used now, and let ``sequence`` start on the same R-worker.
-        The prefix has no twin: the same tokens on another R-worker may have been computed with other arithmetic.
+        The prefix gets no second copy: the same tokens on another R-worker may have been computed with other
+        arithmetic.
         """
         beginning, origin, size = waking.beginning, self._ids.new(), self._workers.block_size
         worker, count, rest = beginning.worker, beginning.num_blocks, beginning.chain.rest
@@ -206,13 +207,13 @@ class Parked(Source):
         self.counts.num_failed += 1
 
     def mark_parked(self, worker: int) -> None:
-        """Mark the retained prefixes of R-worker ``worker`` that its disk already has."""
+        """Mark the retained prefixes of R-worker ``worker`` that its disk has as well."""
         for prefix in self._workers[worker].prefixes.values():
             if not prefix.is_parked and prefix.blocks and self.chains.has(worker, prefix.name):
                 prefix.is_parked = not self._index.is_within_another(prefix)
 
     def next_to_park(self, worker: int, unused_since: float) -> tuple[Prefix, Chain] | None:
-        """Return a retained prefix of ``worker`` to park: not used after ``unused_since``, or soon to be evicted.
+        """Return a retained prefix of ``worker`` to park: unused since ``unused_since``, or likely to be evicted soon.
         Return None if there is none.
         """
         state = self._workers[worker]
@@ -230,11 +231,11 @@ class Parked(Source):
         return None
 
     def superseded(self, prefix: Prefix) -> list[bytes]:
-        """Return the names of chains on the disk of the R-worker of ``prefix`` that its own chain replaces."""
+        """Return the names of chains on the R-worker's disk that the chain of ``prefix`` replaces."""
         return self.chains.within(prefix.worker, self._index.contained(prefix))
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:
-        """Record that ``chain`` of ``prefix`` is on the disk. None: parking failed, and is not tried again."""
+        """Record that ``prefix`` is on the disk as ``chain``. With None, parking failed and is not tried again."""
         prefix.is_parked = True
         if chain:
             self.chains.add(prefix.worker, chain)

@@ -1,4 +1,4 @@
-"""The source of computed prefixes, whose full blocks are retained until their room is needed."""
+"""The source of prefixes that this engine has computed; their full blocks are retained until others need the memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Retained(IndexedSource, Keeper):
         self._ids, self._names = ids, names
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest cached prefix on each R-worker, if it is at least as long as the rest of the prompt.
-        A shorter prefix does not pay, since the rest of the prompt then attends on the R-worker. At least one token is
-        always computed, since its logits are sampled.
+        """Return, by R-worker, the longest cached prefix, if it is at least as long as the rest of the prompt.
+        With a shorter one, the start would be slower, since the rest of the prompt then attends on the R-worker. At
+        least one token is always computed, since its logits are sampled.
         """
         found = self._index.longest(sequence, usable_hashes(sequence, self._workers.block_size), self)
         return {worker: hit for worker, hit in found.items() if self.is_worth(sequence, hit.num_blocks)}
@@ -53,7 +53,7 @@ class Retained(IndexedSource, Keeper):
             self._retain(sequence)
 
     def _retain(self, sequence: TokenSequence) -> None:
-        """Retain the full blocks of a running sequence, instead of the shorter prefix retained from it before."""
+        """Retain the full blocks of a running sequence; they replace the shorter prefix that was retained from it."""
         num_full = sequence.num_cached // self._workers.block_size
         if not self.enabled or num_full == 0:
             return
@@ -65,7 +65,6 @@ class Retained(IndexedSource, Keeper):
                 self._retain_copy(sequence, segment, copy, origin)
 
     def _retain_copy(self, sequence: TokenSequence, segment: Segment, copy: Copy, origin: int) -> None:
-        """Retain the full blocks of one ``copy`` of a ``segment`` of ``sequence``."""
         first, count = segment.start // self._workers.block_size, segment.num_tokens // self._workers.block_size
         worker, hashes = self._workers[copy.worker], sequence.block_hashes[first : first + count]
         if count == 0:

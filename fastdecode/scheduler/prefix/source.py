@@ -1,4 +1,4 @@
-"""The interface of sources of cached prefixes, and the hits that they return."""
+"""The interface of sources of cached prefixes, and ``Hit``, which says what a source found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
-    """A cached prefix of a sequence: number of full blocks, retained prefix that ends it, number of tokens, source."""
+    """A cached prefix of a sequence: full blocks, the retained prefix with the last of them, tokens, and source."""
 
     num_blocks: int
     prefix: Prefix
@@ -19,20 +19,20 @@ class Hit(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """True if the prefix is this sequence's own, left by an earlier engine: it continues in the prefix's blocks."""
+        """True if an earlier engine left this sequence itself: the sequence then continues in the prefix's blocks."""
         return self.source.is_own
 
 
 class Source(Protocol):
-    """Holds prefixes that sequences can begin from.
+    """Has prefixes from which sequences can start.
 
-    The defaults are those of a source that offers nothing and keeps nothing.
+    The defaults are those of a source that has no prefixes and keeps none.
     """
 
     is_own: bool = False
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return the longest reusable prefix of ``sequence`` on each R-worker, by index."""
+        """Return, by R-worker, the longest prefix of ``sequence`` that can be reused."""
         return {}
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
@@ -40,7 +40,7 @@ class Source(Protocol):
         return [hit]
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return a hit for the identical prefix on another R-worker; None if there is none."""
+        """Return a hit for the second copy of the same prefix, on another R-worker; None if there is none."""
         return None
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
@@ -55,7 +55,7 @@ class Source(Protocol):
         """Retain cached tokens of ``sequence``, which gives up its cache, for other sequences.
 
         Returns:
-          True if the whole cache is retained as it is, so that no R-worker releases it.
+          True if the whole cache is retained as it is, so that no R-worker needs to release it.
         """
         return False
 
@@ -65,20 +65,20 @@ class Source(Protocol):
 
 
 class Keeper(Source, Protocol):
-    """The source that retains the prefixes computed by this engine's sequences.
-    ``copies_all``: starting from a hit needs room for a copy of its recurrent state.
+    """The source that retains the prefixes that this engine's sequences compute.
+    ``copies_all``: starting from a hit copies its recurrent state, for which blocks must be free.
     """
 
     copies_all: bool
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Prepare for the prefixes that ``sequence``, which is queued, will compute."""
+        """Prepare for the prefixes that ``sequence``, which was just queued, will compute."""
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
-        """Return the cache id, old or new, of the only segment of ``sequence``, which starts from ``hit``."""
+        """Return the cache id, old or new, of the single segment of ``sequence``, which starts from ``hit``."""
 
     def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
-        """Return how many prompt rows, at most ``most``, ``sequence`` computes until a prefix is retained."""
+        """Return how many prompt rows, at most ``most``, ``sequence`` computes before it stops to retain a prefix."""
 
     def keep(self, sequence: TokenSequence) -> None:
         """Retain a prefix for other sequences, now that more of the prompt of ``sequence`` is cached."""
@@ -88,7 +88,7 @@ class Keeper(Source, Protocol):
         return True
 
     def will_keep(self, leader: TokenSequence, num_blocks: int) -> bool:
-        """Return whether other sequences can reuse the first ``num_blocks`` KV blocks that ``leader`` computes."""
+        """Return whether other sequences can start from the first ``num_blocks`` blocks that ``leader`` computes."""
 
     def is_worth(self, sequence: TokenSequence, num_blocks: int) -> bool:
-        """Return whether starting from ``num_blocks`` cached blocks is better for ``sequence`` than recomputing."""
+        """Return whether ``sequence`` should start from ``num_blocks`` cached blocks, not recompute them."""

@@ -1,10 +1,10 @@
 """The source of prefixes with recurrent states.
-A state covers all tokens before it, so other sequences can begin only where a state was kept. A prompt stops at some
+A state covers all tokens before it, so other sequences can start only where a state was kept. A prompt stops at some
 block boundaries, its checkpoints, to copy its state. These are: the last boundary before its last token, the point
-where it differs from a similar prompt seen before, and every 2^k blocks. The k is such that states take at most a
-quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache without a copy:
-full blocks, the tokens after them, and the state after all tokens. A kept state counts as the blocks that it takes, and
-is evicted before the states of shorter prefixes within it.
+where it differs from a similar prompt seen before, and every 2^k blocks. The number k is such that states take at most
+a quarter of the memory of the tokens between them. A sequence that ends or is preempted leaves its cache without a
+copy: full blocks, the tokens after them, and the state after all tokens. A kept state counts as the blocks that it
+takes, and is evicted before the states of shorter prefixes within it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class StateIndex(PrefixIndex):
-    """An index of prefixes with states, which are found only by their last block."""
+    """An index of prefixes with recurrent states. A prefix is found only by its last block."""
 
     def __init__(self, workers: Workers, segment_tokens: int = UNLIMITED) -> None:
         super().__init__(workers, segment_tokens)
         self._after: dict[tuple[int, bytes], Counter[bytes]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return the longest prefix with a state on each R-worker that ends before the last token of ``sequence``."""
+        """Return, by R-worker, the longest prefix with a state that ends before the last token of ``sequence``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             for prefix in self._by_hash.get(block_hash, {}).values():
@@ -43,7 +43,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
-        """Return the names of prefixes on R-worker ``worker`` that end within a block and begin ``tokens``."""
+        """Return the names of prefixes on R-worker ``worker`` that begin ``tokens`` and end within a block."""
         size, names = self._workers.block_size, list[bytes]()
         for depth, block_hash in enumerate(block_hashes, 1):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -53,7 +53,7 @@ class StateIndex(PrefixIndex):
         return names
 
     def is_within_another(self, prefix: Prefix) -> bool:
-        """Return whether longer prefixes on its R-worker begin with ``prefix`` and continue with the same tokens.
+        """Return whether longer prefixes on its R-worker begin with ``prefix`` and all continue with the same tokens.
         If they continue differently, other sequences may need the state of ``prefix``.
         """
         return bool(prefix.blocks) and len(self._after.get((prefix.worker, prefix.name), ())) == 1
@@ -80,7 +80,7 @@ class StateIndex(PrefixIndex):
                 del self._after[prefix.worker, name]
 
     def _steps(self, prefix: Prefix) -> list[tuple[bytes, bytes]]:
-        """Return the name of each prefix that ``prefix`` may begin with, and the hash that follows it in ``prefix``."""
+        """Return (name, following hash in ``prefix``) for each prefix with which ``prefix`` may begin."""
         ends = [*prefix.block_hashes, *([prefix.name] if prefix.rest else [])]
         return [*pairwise(ends), *((name, prefix.name) for name in prefix.contains)]
 
@@ -92,7 +92,7 @@ class StateIndex(PrefixIndex):
         return next((each for each in holders if each.worker == worker and each.rest == rest), None)
 
     def touch(self, prefix: Prefix) -> None:
-        """Mark ``prefix`` and the shorter prefixes within it as used now, the shortest last."""
+        """Mark ``prefix`` and the shorter prefixes within it as used now; the shortest will be evicted last."""
         super().touch(prefix)
         for block_hash in reversed(prefix.block_hashes):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -105,7 +105,7 @@ class StateIndex(PrefixIndex):
         worker = self._workers[prefix.worker]
         worker.hold(blocks)
         missing = segment.num_blocks - hit.num_blocks - worker.free
-        # if the sequence takes over the prefix, its state needs no copy
+        # a sequence that takes over the prefix needs no copy of its state
         missing -= len(prefix.own) if prefix.prefix_id == segment.cache_id else 0
         if missing > 0:
             self.evict(prefix.worker, missing, spared=prefix)
@@ -113,8 +113,8 @@ class StateIndex(PrefixIndex):
         worker.drop(blocks)
 
     def evict(self, index: int, count: int, spared: Prefix | None = None) -> None:
-        """Free at least ``count`` more blocks on R-worker ``index``, if prefixes other than ``spared`` hold so many.
-        The oldest prefixes go first.
+        """Free at least ``count`` more blocks on R-worker ``index``, or all that prefixes except ``spared`` use.
+        The least recently used prefixes go first.
         """
         worker = self._workers[index]
         target = worker.free + min(count, worker.cached)
@@ -125,7 +125,7 @@ class StateIndex(PrefixIndex):
                 self.shorten(prefix, 0)
 
     def shorten(self, prefix: Prefix, keep: int) -> None:
-        """Release the whole ``prefix``, unless all its blocks are kept."""
+        """Release ``prefix`` as a whole, unless all its blocks are kept."""
         if keep < max(1, len(prefix.blocks)):
             super().shorten(prefix, 0)
 
@@ -134,8 +134,9 @@ class StateIndex(PrefixIndex):
 
 
 class States(IndexedSource, Keeper):
-    """Keeps states of prompts at checkpoints, and states of sequences that leave. ``most_kept``: over all R-workers.
-    Of a sequence in several segments, only states within the first segment are kept.
+    """Keeps states of prompts at checkpoints, and states of sequences that give up their cache.
+    ``most_kept``: most states, over all R-workers. If a sequence has several segments, only states within the first
+    segment are kept.
     """
 
     copies_all = True
@@ -171,21 +172,21 @@ class States(IndexedSource, Keeper):
         shared = next((depth for depth in range(len(usable), 0, -1) if usable[depth - 1] in before), 0)
         for depth, block_hash in enumerate(usable, 1):
             before[block_hash] = before.pop(block_hash, False) or depth == shared
-        # Number of block hashes of the latest prompts that are remembered, to find prefixes common to several prompts
+        # Block hashes of the latest prompts to remember, so that prefixes common to several prompts are found
         most_seen = 1 << 16
         while len(before) > most_seen:
             del before[next(iter(before))]
 
     def name(self, sequence: TokenSequence, hit: Hit | None) -> int:
         """Return the prefix's id if ``hit`` is the sequence's own, a new id after a preemption, else the sequence's id.
-        The prefix that a preempted sequence left behind may still use the sequence's id.
+        After a preemption, the prefix that the sequence left may still use the sequence's id.
         """
         if hit and hit.is_own:
             return hit.prefix.prefix_id
         return self._ids.new() if sequence.was_preempted else sequence.sequence_id
 
     def rows_to_stop(self, sequence: TokenSequence, most: int) -> int:
-        """Return the number of rows up to the next checkpoint in the prompt of ``sequence``."""
+        """Return the number of rows up to the next checkpoint in the prompt of ``sequence``, at most ``most``."""
         cached, size = sequence.num_cached, self._workers.block_size
         for depth in range(cached // size + 1, (cached + most) // size + 1):
             if self._is_checkpoint(sequence, depth):
@@ -193,7 +194,7 @@ class States(IndexedSource, Keeper):
         return most
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep a copy of the state of ``sequence`` if it stopped at a checkpoint and no sequence needs the room."""
+        """Keep a copy of the state of ``sequence`` if it stopped at a checkpoint and sequences leave blocks for it."""
         num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
         if rest or not self._is_checkpoint(sequence, num_blocks):
             return
@@ -234,7 +235,7 @@ class States(IndexedSource, Keeper):
 
     def make_place(self, count: int) -> bool:
         """Release the least recently used states of the R-worker with most states, until ``count`` more may be kept.
-        Return False if ``count`` exceeds the most states ever kept.
+        Return False if ``count`` is above the limit.
         """
         workers = list(self._workers)
         while count <= self._most_kept < count + sum(len(worker.prefixes) for worker in workers):
@@ -252,7 +253,6 @@ class States(IndexedSource, Keeper):
         rest: Sequence[int] = (),
         contains: tuple[bytes, ...] = (),
     ) -> Prefix:
-        """Retain the tokens of ``copy`` as prefix ``name``, with a state whose blocks are already counted as taken."""
         own = [Block() for _ in range(self._workers.sizes.blocks_of_copy(len(rest)))]
         blocks = list(copy.share(len(hashes)))
         prefix = Prefix(name, copy.worker, list(hashes), blocks, origin, own, list(rest), contains)

@@ -1,1 +1,1 @@
-"""The store of cached tokens: the only writer of blocks, counters and controls. Other packages call its methods."""
+"""The store of cached tokens: only its code writes blocks, counters and controls. Other packages call its methods."""

@@ -1,4 +1,4 @@
-"""Copies of segments on R-workers, finished or in progress: making, forking, cutting and dropping them."""
+"""Copies of segments on R-workers, finished or not: how they are made, forked, cut and dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 
 class Holdings:
-    """Counts the blocks of each copy, and queues the R-workers' controls."""
+    """Counts the blocks of each copy, and queues controls for the R-workers."""
 
     def __init__(self, workers: Workers, prefixes: PrefixCache, table: SequenceTable) -> None:
         self._workers, self._prefixes, self._table = workers, prefixes, table
@@ -25,15 +25,15 @@ class Holdings:
         return self._prefixes.make_room(worker, num_blocks)
 
     def take(self, segment: Segment, copy: Copy) -> None:
-        """Count the blocks of ``copy``, a new copy of ``segment``, as taken on its R-worker."""
+        """Count the blocks of ``copy``, a new copy of ``segment``, as used on its R-worker."""
         num_own = segment.num_blocks - len(copy.shared)
         self._prefixes.make_room(copy.worker, num_own)
         self._workers[copy.worker].take(num_own)
 
     def give_up(self, segment: Segment, copy: Copy, is_known: bool, stays: bool = False) -> None:
         """Free the blocks of ``copy`` of ``segment``, and queue its release on the R-worker.
-        The release is queued if the copy has tokens or the R-worker knows it (``is_known``), unless it ``stays`` as a
-        prefix.
+        No release is needed if the copy ``stays`` as a prefix, or if it has no tokens and the R-worker does not know it
+        (``is_known``).
         """
         worker = self._workers[copy.worker]
         worker.give_back(segment.num_blocks - len(copy.shared), copy.shared)
@@ -54,7 +54,7 @@ class Holdings:
 
     def fork(self, source: Segment, cache_id: int) -> Segment:
         """Return a fork of ``source`` named ``cache_id``, with the same tokens on the same R-workers.
-        Full blocks are shared. Room for a copy of a partial block and of a state is already reserved.
+        Full blocks are shared. Blocks for copies of a partly full block and of a state are already reserved.
         """
         num_full, rest = divmod(source.num_tokens, self._workers.block_size)
         segment = Segment(cache_id, source.start, num_full + self._workers.sizes.blocks_of_copy(rest))
@@ -68,8 +68,8 @@ class Holdings:
         return segment
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Drop the tokens of ``segment`` beyond ``num_tokens``, which are wrong, and keep ``num_blocks`` blocks.
-        Shared blocks with wrong tokens are replaced by unshared ones. If there is no room for these, only full blocks
+        """Drop the tokens of ``segment`` after the first ``num_tokens``, which are wrong; keep ``num_blocks`` blocks.
+        Shared blocks with wrong tokens are replaced by unshared ones. If no blocks are free for these, only full blocks
         of correct tokens are kept, and the result is False.
         """
         num_full = num_tokens // self._workers.block_size
@@ -87,7 +87,7 @@ class Holdings:
         return has_room
 
     def make_room_to_cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Make room for :meth:`cut`: forget prefixes beyond ``num_tokens`` tokens, and evict for unshared blocks.
+        """Prepare :meth:`cut`: forget prefixes beyond ``num_tokens`` tokens, and evict others for unshared blocks.
         Return False if :meth:`cut` could not keep ``num_tokens`` tokens.
         """
         num_full = num_tokens // self._workers.block_size
@@ -98,7 +98,7 @@ class Holdings:
         )
 
     def _make_room_to_replace(self, copy: Copy, num_full: int, more: int) -> bool:
-        """Evict prefixes to replace shared blocks of ``copy`` and to take ``more`` blocks; return False if impossible.
+        """Evict prefixes for ``more`` blocks, and for replacing shared blocks of ``copy``; return False if impossible.
         The first ``num_full`` blocks stay shared.
         """
         wrong = copy.shared[num_full:]
@@ -110,8 +110,8 @@ class Holdings:
 class Transfer:
     """An unfinished copy of ``segment`` of ``sequence``, from R-worker ``source`` to R-worker ``target``.
     The target's ``num_blocks`` blocks are reserved from the start. ``num_copied`` tokens have arrived; the next piece
-    has ``num_tokens``. At the end, R-worker ``drops`` drops its copy; -1 for none. A transfer whose source drops its
-    copy is a move.
+    has ``num_tokens``. At the end, R-worker ``drops`` drops its copy; -1 for none. If this is the source, the transfer
+    is a move.
     """
 
     sequence: TokenSequence
@@ -135,14 +135,13 @@ class Transfer:
 
 
 class TransfersUnderWay:
-    """The unfinished copies. Blocks on the target R-worker are reserved as soon as it is chosen."""
+    """The unfinished copies. When a target R-worker is chosen, its blocks are reserved at once."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
         self._all: list[Transfer] = []
 
     def __len__(self) -> int:
-        """Return the number of unfinished copies."""
         return len(self._all)
 
     def __iter__(self) -> Iterator[Transfer]:
@@ -150,7 +149,7 @@ class TransfersUnderWay:
         return iter(list(self._all))
 
     def begin_move(self, sequence: TokenSequence, segment: Segment, target: int, num_blocks: int) -> Transfer:
-        """Begin to move the home of ``segment`` to R-worker ``target``, with ``num_blocks`` blocks.
+        """Begin to move the first copy of ``segment`` to R-worker ``target``, with ``num_blocks`` blocks.
         These may be more blocks than the segment has, so that it can grow there. If another R-worker has a copy, all
         copies keep their number of blocks.
         """
@@ -160,7 +159,7 @@ class TransfersUnderWay:
     def begin_copy(self, sequence: TokenSequence, segment: Segment, target: int, drops: int = -1) -> Transfer:
         """Begin to copy ``segment`` to R-worker ``target``.
 
-        At the end R-worker ``drops``, one of two holders, drops its copy; -1 for none.
+        At the end R-worker ``drops``, which has one of two copies, drops it; -1 for none.
         """
         if segment.home == drops:
             segment.copies.reverse()
@@ -216,13 +215,13 @@ class TransfersUnderWay:
                 self.drop(transfer)
 
     def cut(self, segment: Segment, num_tokens: int) -> None:
-        """Drop transfers of ``segment`` that have copied more than ``num_tokens`` tokens; later ones are wrong."""
+        """Drop transfers of ``segment`` that have copied more than its first ``num_tokens`` tokens; these are wrong."""
         for transfer in self:
             if transfer.segment is segment and transfer.num_copied > num_tokens:
                 self.drop(transfer)
 
     def redirect(self, segment: Segment, worker: int) -> None:
-        """Continue transfers of ``segment`` from another copy, since R-worker ``worker`` no longer has a copy."""
+        """Continue transfers of ``segment`` from another copy, since R-worker ``worker`` no longer has one."""
         for transfer in [each for each in self._all if each.segment is segment]:
             if not segment.copies:
                 self.drop(transfer)

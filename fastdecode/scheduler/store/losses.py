@@ -1,4 +1,4 @@
-"""The effect of an R-worker's loss on sequences: they keep all tokens, some segments, or nothing."""
+"""The loss of an R-worker: which sequences keep all tokens, some segments, or nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastdecode.scheduler.store.store import Store
 
 class Damage(NamedTuple):
     """The sequences that must recompute tokens after a loss.
-    ``whole``: they hold no cached tokens any more. ``broken``: they have several segments, of which some must be
-    recomputed. ``starved``: no block is free for them to continue.
+    ``whole``: they have no cached tokens left. ``broken``: they have several segments, some of which must be
+    recomputed. ``starved``: they find no free blocks to continue.
     """
 
     whole: list[TokenSequence]
@@ -21,15 +21,15 @@ class Damage(NamedTuple):
 
 
 class Losses:
-    """Removes a lost R-worker's copies from the store, and the last step's rows that may have attended there."""
+    """Removes a lost R-worker's copies from the store, and those rows of the last step that may have attended there."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._residents = store.residents
 
     def spoilt(self, workers: Sequence[int]) -> list[int]:
-        """Return the ids of sequences that lost cached tokens with R-workers ``workers``.
-        These are tokens without another copy, or the last step's rows if they attended there.
+        """Return the ids of the sequences that lost cached tokens with R-workers ``workers``.
+        They lost tokens without another copy, or their rows in the last step attended there.
         """
         attended = {each for worker in workers for each in self._attended_on(worker)}
         held = {each.sequence_id: each for worker in workers for each in self._residents.on(worker)}
@@ -37,8 +37,8 @@ class Losses:
 
     def lose(self, worker: int) -> Damage:
         """Remove the lost R-worker ``worker``; return the sequences that must recompute tokens.
-        The last step's rows that attended there are wrong. Exception: the sequence has a full copy elsewhere and
-        attended on that copy. A prompt that other R-workers store in full continues with their copies.
+        Rows of the last step that attended there are wrong, unless the sequence has a full copy elsewhere and attended
+        on that. A prompt whose tokens other R-workers store in full continues with their copies.
         """
         attended, sound = self._attended_on(worker), self._store.num_sound
         store, here = self._store, self._residents.on(worker)
@@ -84,7 +84,7 @@ class Losses:
         return loses_some or attended
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return the sequences whose last rows attended on ``worker``, and their cached tokens before these rows."""
+        """Return the sequences whose last rows attended on ``worker``, with their number of cached tokens before."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
@@ -94,23 +94,23 @@ class Losses:
         return found
 
     def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
-        """Drop the tokens of ``sequence`` beyond ``num_sound``, so that they are recomputed; return False without room.
+        """Drop the tokens of ``sequence`` after the first ``num_sound``, to recompute them; return False if it fails.
         The sequence has one segment.
         """
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:
             self._residents.compute_again(sequence)
-        if sequence.sequence_id in self._residents.decoding:  # blocks reserved for drafts are freed
+        if sequence.sequence_id in self._residents.decoding:  # free the blocks that were reserved for drafts
             num_blocks = min(num_blocks, self._store.workers.blocks_for(num_sound + 1))
         return self._store.cut(tail, num_sound, num_blocks)
 
     def _break(self, sequence: TokenSequence, worker: int, num_sound: int) -> bool:
         """Turn ``sequence``, of several segments, back into a prompt whose first missing segment is computed next.
-        Segments on other R-workers stay. Return False if there is no room.
+        Segments on other R-workers stay. Return False if no blocks are free.
         """
         has_room = True
         decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
-        decoded &= len(sequence.output_token_ids) > 0  # otherwise its first token was lost with the segment
+        decoded &= len(sequence.output_token_ids) > 0  # without output, its first token was sampled from lost rows
         self._residents.compute_again(sequence)
         self._store.prefixes.leaders.stop(sequence)
         sequence.num_prefill = sequence.num_tokens - decoded  # the last output token is not cached

@@ -1,4 +1,4 @@
-"""Operations that policies return one after another. The store carries out each before the policy continues."""
+"""Operations that policies ask for, one after another. The store carries out each before the policy continues."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Refresh:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SetFollowersAside:
-    """Set aside the sequences at the front of the queue that wait while another sequence computes their prefix."""
+    """Set aside the sequences at the front of the queue that must wait until another sequence computes their prefix."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Close:
-    """Release the prefixes that are kept only for ``sequence``, since it cannot continue from them."""
+    """Release the prefixes that are kept only for ``sequence``, which can no longer continue from them."""
 
     sequence: TokenSequence
 
@@ -45,9 +45,9 @@ class Begin:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attend:
-    """Set which of two holders attends each segment in the next step.
-    Tails of table rows ``rows`` attend on their second copy if ``on_second``, bool [n], is true. Closed segments
-    ``swapped`` attend on their other holder, which becomes their home.
+    """Set which of its two copies each segment attends to in the next step.
+    For tails, given by table ``rows``, this is the second copy where ``on_second``, bool [n], is true. Closed segments
+    in ``swapped`` change to their other copy, which becomes the first.
     """
 
     rows: np.ndarray
@@ -57,7 +57,7 @@ class Attend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeRoom:
-    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks. The answer says if it has them."""
+    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks; the answer is False if it cannot."""
 
     worker: int
     num_blocks: int
@@ -73,7 +73,7 @@ class Grow:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extend:
-    """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``."""
+    """Give ``sequence``, whose last segment is full, a new segment on R-worker ``worker``."""
 
     sequence: TokenSequence
     worker: int
@@ -97,7 +97,7 @@ class GiveUpCopy:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Move:
-    """Begin to move ``segment`` to R-worker ``target`` in one piece, with ``num_blocks`` blocks.
+    """Begin to move ``segment`` to R-worker ``target``, as a single piece, with ``num_blocks`` blocks.
     The answer is the transfer.
     """
 
@@ -109,7 +109,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CopySegment:
-    """Begin to make a copy of ``segment`` on R-worker ``target``.
+    """Begin to make another copy of ``segment``, on R-worker ``target``.
     At the end R-worker ``drops`` drops its copy; -1 for none. The answer is the transfer.
     """
 

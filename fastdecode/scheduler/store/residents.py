@@ -1,4 +1,4 @@
-"""The sequences with a cache: those that compute a prompt or decode, their use of scratch, and their growing tails."""
+"""The sequences with a cache: those that compute a prompt or decode, their use of scratch, and their tails."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 class Residents:
     """The sequences with a cache on R-workers.
-    ``prompts``: sequences whose prompt is being computed, in the order of their start. ``decoding``: the others.
-    ``table``: the progress of both. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
-    ``left_scratch``: ids of sequences that freed their scratch before their prompt was computed.
+    ``prompts``: sequences whose prompt is being computed, in the order of their start. ``decoding``: all others.
+    ``table``: the progress of all. ``scratch_free``: prompt tokens that still fit the S-worker's scratch.
+    ``left_scratch``: ids of sequences that gave up their scratch before their prompt was computed.
     """
 
     def __init__(self, table: SequenceTable, scratch_tokens: int) -> None:
@@ -36,12 +36,10 @@ class Residents:
         return len(self.prompts) + len(self.decoding) + self._unborn
 
     def __contains__(self, sequence: TokenSequence) -> bool:
-        """Return whether ``sequence`` has a cache."""
         return sequence.sequence_id in self.prompts or sequence.sequence_id in self.decoding
 
     @property
     def all(self) -> list[TokenSequence]:
-        """The sequences with a cache."""
         return [*self.prompts.values(), *self.decoding.values()]
 
     @property
@@ -63,14 +61,14 @@ class Residents:
         return loads
 
     def next_rows(self, sequence: TokenSequence, most: int) -> Chunk:
-        """Return the next chunk of the prompt of ``sequence``: at most ``most`` tokens, and none beyond its tail.
+        """Return the next chunk of the prompt of ``sequence``: at most ``most`` tokens, all in one segment.
 
-        The homes of its segments attend.
+        The first copies of its segments attend.
         """
         tail, start, closed = sequence.tail, sequence.num_cached, []
         count = min(most, self.table.segment_tokens - tail.num_tokens)
-        # Most rows of a prompt chunk times segments that it attends in. A segment answers each row and head with
-        # float32 numbers, some 17 kB for 32 heads of 128, and an R-worker accepts at most 256 MiB of them per layer.
+        # Most partial results of a prompt chunk: its rows times the segments that they attend to. One takes some 17 kB
+        # for 32 heads of 128, as float32, and an R-worker accepts at most 256 MiB of them per layer.
         most_partial_results = 2048
         if sequence.num_closed and sequence.attends_in_prompt:
             count = min(count, max(1, most_partial_results // (1 + sequence.num_closed)))
@@ -93,7 +91,7 @@ class Residents:
         )
 
     def enter(self, sequence: TokenSequence, may_use_scratch: bool) -> None:
-        """Add ``sequence`` as a prompt. It uses scratch if ``may_use_scratch`` and there is room."""
+        """Add ``sequence`` as a prompt. It uses scratch if ``may_use_scratch`` and if the prompt fits there."""
         self.prompts[sequence.sequence_id] = sequence
         self._unborn += len(sequence.siblings)
         sequence.uses_scratch = may_use_scratch and sequence.num_prefill <= self.scratch_free
@@ -101,7 +99,7 @@ class Residents:
             self.scratch_free -= sequence.num_prefill
 
     def decode(self, sequence: TokenSequence) -> None:
-        """Record that ``sequence`` has its prompt cached and decodes."""
+        """Record that the prompt of ``sequence`` is cached, so that it decodes."""
         if self.prompts.pop(sequence.sequence_id, None):
             self.leave_scratch(sequence)
         self.decoding[sequence.sequence_id] = sequence
@@ -114,14 +112,14 @@ class Residents:
             self.decode(sibling)
 
     def compute_again(self, sequence: TokenSequence) -> None:
-        """Turn ``sequence`` into a prompt without scratch, whether it decoded or not."""
+        """Let ``sequence`` count as a prompt without scratch, whether it decoded or not."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
         self.prompts[sequence.sequence_id] = sequence
 
     def forget_unused(self, sequence: TokenSequence) -> None:
-        """Forget cached tokens after the end of ``sequence``: they are drafts accepted beyond its end."""
+        """Forget cached tokens after the end of ``sequence``: they are drafts that were accepted beyond its end."""
         self.table.num_cached[sequence.row] = min(sequence.num_cached, sequence.num_tokens)
 
     def leave(self, sequence: TokenSequence) -> bool:
@@ -146,7 +144,7 @@ class Residents:
 
 
 class Tails:
-    """Counts the tokens and blocks that sequences append, and the sequences that append on each R-worker."""
+    """Counts the tokens and blocks that sequences append, and how many sequences append on each R-worker."""
 
     def __init__(self, workers: Workers, table: SequenceTable, holdings: Holdings, ids: CacheIds, names: Names) -> None:
         self._workers, self._table, self._holdings = workers, table, holdings
@@ -162,7 +160,7 @@ class Tails:
         self.go_on(sequence)
 
     def go_on(self, sequence: TokenSequence) -> None:
-        """Make the next segment the tail of ``sequence``, if its tail is full."""
+        """Let ``sequence`` append to its next segment if its tail is full."""
         while sequence.ahead and sequence.tail.num_tokens == self._table.segment_tokens:
             self.set_tail(sequence, sequence.num_closed + 1)
 
@@ -190,7 +188,7 @@ class Tails:
             self._workers[worker].grow(count)
 
     def truncate(self, sequence: TokenSequence) -> None:
-        """Queue a TRUNCATE of a decoding ``sequence``: R-workers hold more of its tokens than count as cached."""
+        """Queue a TRUNCATE for a decoding ``sequence``: R-workers hold more of its tokens than count as cached."""
         tail = sequence.tail
         for worker in tail.workers:
             self._workers[worker].truncate(tail.cache_id, tail.num_tokens)
@@ -219,6 +217,6 @@ class Tails:
         )
 
     def count(self, sequence: TokenSequence, count: int) -> None:
-        """Add ``count`` to the number of appending sequences of each R-worker that holds the tail of ``sequence``."""
+        """Add ``count`` to the number of appending sequences of each R-worker with the tail of ``sequence``."""
         for worker in sequence.tail.workers:
             self._workers[worker].num_sequences += count

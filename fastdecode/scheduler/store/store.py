@@ -1,4 +1,4 @@
-"""The store of cached tokens: the tokens that each R-worker holds, and the controls that wait to be sent."""
+"""The store of cached tokens: which tokens each R-worker holds, and which controls wait to be sent."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from fastdecode.scheduler.store.table import SequenceTable
 
 class Store:
     """Writes blocks, counters and controls. It decides nothing: policies read it, and return operations.
-    ``tails``: the segments that sequences append to. ``transfers``: unfinished copies. ``adopted``, ``parked``: sources
-    of the prefix cache that other parts also call directly. ``last_rows``: the last committed rows, which show what the
-    loss of an R-worker spoils. ``num_sound``: how many tokens were cached before these rows, by sequence, if it has
-    several segments or its prompt had just arrived.
+    ``tails``: the segments to which sequences append. ``transfers``: unfinished copies. ``adopted``, ``parked``:
+    sources of the prefix cache that are also used directly. ``last_rows``: the last committed rows, which show what
+    becomes wrong if an R-worker is lost. ``num_sound``: how many tokens were cached before these rows, by id of
+    sequences that have several segments or whose prompt had just arrived.
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
-        """``retains``: keep prefixes that sequences leave for others with the same prefix, if ``limits`` allow."""
+        """``retains``: keep the prefixes of sequences that end, for sequences that begin alike, if ``limits`` allow."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
@@ -61,7 +61,7 @@ class Store:
         self.num_sound: dict[int, int] = {}
 
     def carry_out(self, operation: Operation) -> Any:
-        """Carry out ``operation``, which a policy decided; return its answer."""
+        """Carry out ``operation``, which a policy asked for; return its answer."""
         match operation:
             case Refresh():
                 return self.table.refresh()
@@ -96,7 +96,7 @@ class Store:
         self.num_sound |= {each: self.residents.prompts[each].num_prefill - 1 for each in arrived}
 
     def take_notes(self) -> Notes:
-        """Return facts about cache ids and cached tokens for the journal, recorded since the last call."""
+        """Return the facts for the journal that were recorded since the last call."""
         self.names.progress(self.residents.prompts.values())
         return self.names.take()
 
@@ -105,8 +105,8 @@ class Store:
         return self.workers[worker].free >= num_blocks or self.prefixes.make_room(worker, num_blocks)
 
     def begin(self, sequence: TokenSequence, segments: list[Segment], hit: Hit | None, second: int = -1) -> None:
-        """Start the prompt of ``sequence`` in ``segments``, which have copies and blocks, blocks of ``hit`` included.
-        ``second``: the R-worker of a second copy of its only segment; -1 for none.
+        """Start the prompt of ``sequence`` in ``segments``, which have copies and blocks, those of ``hit`` included.
+        ``second``: the R-worker of a second copy of its single segment; -1 for none.
         """
         sequence.outputs_at_start = len(sequence.output_token_ids)
         self.prefixes.begin(sequence, hit)
@@ -136,7 +136,7 @@ class Store:
             self.workers[each.r_worker].reserve(each.cache_id, each.ticket, each.end - each.start)
 
     def arrive(self, places: Iterable[StoredAt]) -> None:
-        """Queue COMMIT controls for a prompt's keys and values that prefill workers have stored at ``places``."""
+        """Queue COMMIT controls for a prompt whose keys and values prefill workers have stored at ``places``."""
         for each in places:
             self.workers[each.r_worker].commit(each.cache_id, each.ticket, each.end - each.start)
 
@@ -148,7 +148,7 @@ class Store:
         self.residents.decode(sequence)
 
     def fork_siblings(self, parent: TokenSequence) -> None:
-        """Start the siblings of ``parent``, which decode, from a shared copy of its prompt."""
+        """Start the siblings of ``parent`` by forking its cached prompt."""
         if not parent.siblings:
             return
         for sibling in parent.siblings:
@@ -185,7 +185,6 @@ class Store:
         self.transfers.redirect(segment, worker)
 
     def _attend(self, chosen: Attend) -> None:
-        """Set the attending holders of tails and closed segments as in ``chosen``."""
         self.table.on_second[chosen.rows] = chosen.on_second
         for sequence, segment in chosen.swapped:
             segment.copies.reverse()
@@ -193,7 +192,7 @@ class Store:
         self.table.sort()
 
     def place_again(self, sequence: TokenSequence, places: Iterable[tuple[Segment, int]]) -> None:
-        """Give lost segments of ``sequence`` a new R-worker each, as in ``places``, where they are recomputed."""
+        """Give each lost segment of ``sequence`` the R-worker in ``places``, where it will be recomputed."""
         for segment, worker in places:
             segment.copies = [Copy(worker)]
             self._holdings.take(segment, segment.copies[0])
@@ -202,7 +201,7 @@ class Store:
         self.tails.go_on(sequence)
 
     def cut(self, segment: Segment, num_tokens: int, num_blocks: int) -> bool:
-        """Drop the wrong tokens of ``segment`` beyond ``num_tokens``, and transfers that have copied some of them.
+        """Drop the tokens of ``segment`` after the first ``num_tokens``, which are wrong, also in unfinished copies.
         ``num_blocks`` blocks are kept, or fewer if the result is False; see :meth:`Holdings.cut`.
         """
         has_room = self._holdings.cut(segment, num_tokens, num_blocks)
@@ -211,8 +210,7 @@ class Store:
 
     def make_room_to_rewind(self, segment: Segment, num_tokens: int) -> bool:
         """Evict prefixes so that ``segment`` can be cut to ``num_tokens`` tokens; return False if it cannot.
-        A segment with a recurrent state must be cut to exactly ``num_tokens``, and only by as many rows as are kept
-        beside the state.
+        A recurrent state can only go back by as many rows as the R-worker keeps beside it.
         """
         if self.workers.sizes.rewinds:
             return True
@@ -228,7 +226,8 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            self.transfers.redirect(segment, worker)  # a dropped transfer is released by its present cache id
+            # call this before the cache id changes: a dropped transfer is released by it
+            self.transfers.redirect(segment, worker)
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
                 self.names.segments(sequence, [segment])
@@ -250,7 +249,7 @@ class Store:
 
 
 def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfer | None:
-    """Carry out ``operation``, which a policy decided about unfinished copies; return a transfer that begins."""
+    """Carry out ``operation``, which a policy asked for, on unfinished copies; return a transfer that begins."""
     match operation:
         case Move(sequence, segment, target, num_blocks):
             transfer = transfers.begin_move(sequence, segment, target, num_blocks)

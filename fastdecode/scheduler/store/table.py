@@ -12,9 +12,9 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class DraftColumns:
-    """The draft tokens of each table row, and their acceptance.
+    """The draft tokens of each table row, and how many were accepted.
     ``tokens``: int64 [most_rows, most_drafts]; the first ``counts`` of each row are proposed for the next step.
-    ``tried``, ``kept``: float64 [most_rows], decaying counts of verified and accepted drafts.
+    ``tried``, ``kept``: float64 [most_rows], decaying counts of verified and of accepted draft tokens.
     """
 
     def __init__(self, most_rows: int, most_drafts: int) -> None:
@@ -39,8 +39,8 @@ class DraftColumns:
         self.counts[rows] = counts
 
     def verify(self, row: int, num_tested: int, num_accepted: int) -> None:
-        """Count a verification of the drafts of ``row``. Drafts after the first rejected one were not tested."""
-        # Weight of earlier counts after another verification: about the last ten estimate a sequence's acceptance
+        """Count the verified drafts of ``row``. Draft tokens after the first rejected one do not count."""
+        # Factor by which a verification reduces the weight of earlier ones: about the last ten count
         kept = 0.9
         self.tried[row] = kept * self.tried[row] + min(num_accepted + 1, num_tested)
         self.kept[row] = kept * self.kept[row] + num_accepted
@@ -49,12 +49,12 @@ class DraftColumns:
 class SequenceTable:
     """The progress of sequences with a cache, and the R-workers of their tails, one row each.
     ``chunks``: CHUNK [most rows], the next decode of each. Its columns include ``homes`` and ``second_workers`` (the
-    tail's holders, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool [most rows], whether
-    the second holder attends in the next step. Segments end at multiples of ``segment_tokens``. ``prompt_lens``,
-    ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. Each sequence writes its own last token into
-    ``last_tokens``, since reading thousands of lists would take longer than all other planning. ``sequences``: the
-    sequence of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`, by R-worker and longest
-    context first. ``drafts``: draft tokens of each row.
+    R-workers with the tail's copies, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool
+    [most rows], True if the second copy attends in the next step. Segments end at multiples of ``segment_tokens``.
+    ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. Each sequence writes its own
+    last token into ``last_tokens``, since reading thousands of lists would take longer than all other planning.
+    ``sequences``: the sequence of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`,
+    sorted by R-worker and then longest context first. ``drafts``: draft tokens of each row.
     """
 
     def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
@@ -135,7 +135,7 @@ class SequenceTable:
         """Restore the order of ``rows``: by attending R-worker, then longest context first."""
         key = (self.attending(self.rows) << 40) - self.num_cached[self.rows]
         if (key[1:] < key[:-1]).any():
-            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted, so this is linear
+            self.rows = self.rows[np.argsort(key, kind="stable")]  # nearly sorted already, so this takes linear time
 
     def sequence(self, row: int) -> TokenSequence:
         """Return the sequence of ``row``. Raise KeyError if the row is not in use."""
@@ -159,7 +159,7 @@ class SequenceTable:
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return the sum of ``counts``, one per row, over the tails that each R-worker holds; int64 [num_workers]."""
+        """Return the sum of ``counts``, one per row, over the tails that each R-worker has; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
@@ -168,7 +168,7 @@ class SequenceTable:
         return held.astype(np.int64)
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of output tokens of each decoding row, all cached except the last; int64 [n]."""
+        """Return the number of output tokens of each decoding row; int64 [n]. All but the last are cached."""
         return self.num_cached[rows] - self.prompt_lens[rows] + 1
 
     def advance(self, rows: np.ndarray | int, num_tokens: int = 1) -> None:
@@ -180,7 +180,7 @@ class SequenceTable:
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens the tail of each of ``rows`` may grow, regardless of free blocks; int64 [n]."""
+        """Return how many tokens still fit the tail of each of ``rows``, regardless of free blocks; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
@@ -216,7 +216,7 @@ class SequenceTable:
         """Return the next decodes of ``rows`` as a mini-batch, with their last tokens and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
-        if swapped.any():  # within a step, `worker` attends and `copy` also stores
+        if swapped.any():  # in a step, `worker` attends and `copy` only stores
             chunks["worker"][swapped], chunks["copy"][swapped] = (
                 self.second_workers[rows[swapped]],
                 self.homes[rows[swapped]],

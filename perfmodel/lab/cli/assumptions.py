@@ -13,13 +13,13 @@ from fastdecode.perfmodel.stages import PROMPT_ROWS_PER_STATE
 
 
 def figures(preset: Gpu | CpuHost) -> tuple[str, ...]:
-    """Return one line per figure, with its efficiency and source."""
+    """Return one text line per figure of a preset machine, with its efficiency and source."""
     values = {field.name: getattr(preset, field.name) for field in fields(preset)}
     return tuple(f"{preset.name} {name}: {value}" for name, value in values.items() if isinstance(value, Figure))
 
 
 def rank_lines(group: RankGroup) -> tuple[str, ...]:
-    """Return the assumptions about collectives."""
+    """Return text lines with the assumptions about the ranks' collectives."""
     if group.size == 1 or group.link is None:
         return ()
     link = group.link
@@ -30,7 +30,7 @@ def rank_lines(group: RankGroup) -> tuple[str, ...]:
 
 
 def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str, ...]:
-    """Return the cost of a cached token on R-workers: memory, reading, arithmetic."""
+    """Return text lines on what a cached token costs R-workers: memory, reading, arithmetic."""
     layer = shape.layer_layout
     operations = f"{2 * layer.multiply_adds() / layer.token_bytes(kv_dtype):.3g}"
     held, ranks = planner.kv_bytes_per_token or 0, planner.num_ranks
@@ -42,7 +42,7 @@ def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str
 
 
 def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
-    """Return which side multiplies K and V of latents, and the cost."""
+    """Return text lines that say whether the S-worker or R-workers multiply K and V of latents, and the cost."""
     if shape.latent is None:
         return ()
     row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
@@ -53,7 +53,7 @@ def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
 
 
 def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Return how much less is read because of windows or an index; memory stays the same."""
+    """Return text lines that say how much less R-workers read because of windows or an index."""
     windows = sorted({window for window in shape.windows if window})
     if not windows:
         return ()
@@ -71,7 +71,7 @@ def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Return the memory of recurrent states besides the cache, and which side keeps them."""
+    """Return text lines on the memory of recurrent states, and on whether the S-worker or R-workers keep them."""
     if not shape.state:
         return ()
     size = shape.state_bytes_per_sequence
@@ -85,7 +85,7 @@ def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def _state_place(planner: Planner) -> str:
-    """Return which side keeps states."""
+    """Return a text line that says whether the S-worker or R-workers keep the recurrent states."""
     if not planner.states:
         return "R-workers keep states (--state-on r)"
     places = planner.states.num_places

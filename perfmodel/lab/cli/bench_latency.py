@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     add_engine_flags(parser)
     add_common_flags(parser)
     add_bench_flags(parser)
-    parser.set_defaults(run=run, enable_prefix_caching=False)  # otherwise only the first iteration computes the prompt
+    parser.set_defaults(run=run, enable_prefix_caching=False)  # else only the first iteration would compute prompts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             _time_batches(llm, args, latencies)
         except KeyboardInterrupt as stop:
             interrupted = stop
-        if latencies:  # first: closing the engine fails if its trace is not writable
+        if latencies:  # report before the engine is closed, which may fail
             report = latency_report(latencies)
             print(*latency_lines(report), sep="\n", flush=True)
             write_json(report, args.output_json)

@@ -74,8 +74,7 @@ class Perplexity:
 def measure_perplexity(
     engine: LLMEngine, text: str, window: int, on_window: Callable[[], object] = lambda: None
 ) -> Perplexity:
-    """Return the perplexity of ``text``, cut into windows of ``window`` tokens, each predicted from its first token.
-
+    """Return the perplexity of ``text``, cut into windows of ``window`` tokens that are scored independently.
     All attention, also the prompt's, runs on an R-worker over keys and values in the cache's dtype.
     """
     if engine.s_model.tokenizer is None:
@@ -93,6 +92,6 @@ def measure_perplexity(
 
 
 def cut(token_ids: Sequence[int], window: int) -> list[list[int]]:
-    """Return windows that share their border token, so that every token after the first is predicted once."""
+    """Return windows that overlap by one token, so that every token but the first is predicted in one window."""
     starts = range(0, len(token_ids) - 1, window - 1)
     return [list(token_ids[start : start + window]) for start in starts]

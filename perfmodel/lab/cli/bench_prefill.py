@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     config = bench_config(engine_config(args), lengths[-1])
     spec = config.prefill_worker_spec
     if spec and spec.count < counts[-1]:
-        raise ConfigError(f"workers: up to {counts[-1]}, and prefill_workers names {spec.count}")
+        raise ConfigError(f"workers: {counts[-1]} prefill workers are needed, and prefill_workers has {spec.count}")
     from fastdecode.perfmodel.lab.measure.prefill_bench import report
     from fastdecode.perfmodel.lab.measure.prefill_runs import LivePrefill
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench_config(config: EngineConfig, longest: int) -> EngineConfig:
-    """Return ``config`` without prefix caching. Raise ConfigError if a prompt has no room."""
+    """Return ``config`` without prefix caching. Raise ConfigError if ``longest`` tokens do not fit max_model_len."""
     if config.max_model_len is not None and config.max_model_len <= longest:
         raise ConfigError(
             f"prefill_lens: {longest} tokens and one more do not fit max_model_len {config.max_model_len}"
@@ -106,7 +106,7 @@ def measure(
     wanted: tuple[list[int], list[int], list[str]],
     take: Callable[[PrefillRow], object],
 ) -> None:
-    """Measure rates first, unless a profile has them; then each row, passed to ``take`` at once."""
+    """Measure the prefill workers' rates, unless a profile has them. Then measure each row and pass it to ``take``."""
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillBench, num_measurements
 
     lengths, counts, methods = wanted
@@ -159,5 +159,5 @@ def _methods(text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     unknown = [part for part in parts if part not in METHODS]
     if unknown:
-        raise ConfigError(f"methods must be of {', '.join(METHODS)}, not {unknown[0]!r}")
+        raise ConfigError(f"methods must be among {', '.join(METHODS)}, not {unknown[0]!r}")
     return list(dict.fromkeys(parts))

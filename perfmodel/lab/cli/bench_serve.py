@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load and print vLLM's table; after Ctrl-C, for the ended requests. Return 1 if all failed."""
+    """Send the requests and print vLLM's table; after Ctrl-C, only of requests that ended. Return 1 if all failed."""
     check_bench_flags(args)
     if find_spec("aiohttp") is None:
         raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     duration, interrupted = _run_load(args, target, items, served)
     if interrupted:
         served = [request for request in served if request.error != UNFINISHED]
-    report = _told(args, spec, model) | metadata | serving_report(served, duration, *wanted, percentiles)
+    report = _settings(args, spec, model) | metadata | serving_report(served, duration, *wanted, percentiles)
     _print_errors(served)
     print(*table_lines(report, wanted[1]), sep="\n", flush=True)
     kept = {key: value for key, value in report.items() if args.save_detailed or key not in DETAILS}
@@ -167,7 +167,7 @@ def load_tokenizer(place: str) -> Tokenizer:
     path = Path(place) / "tokenizer.json" if Path(place).is_dir() else Path(place)
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(place)
-    except Exception as error:  # the library raises a plain Exception
+    except Exception as error:  # the library tokenizers raises a plain Exception
         raise ConfigError(
             f"tokenizer: cannot read {path} ({error}); give --tokenizer the folder that has the model's tokenizer.json"
         ) from None
@@ -176,7 +176,9 @@ def load_tokenizer(place: str) -> Tokenizer:
 def _run_load(
     args: argparse.Namespace, target: Target, items: list[WorkItem], served: list[ServedRequest]
 ) -> tuple[float, KeyboardInterrupt | None]:
-    """Warm up, then fill ``served``; return the run's seconds, and the Ctrl-C that ended it, if any."""
+    """Send warm-up requests, then ``items``, whose results are appended to ``served``.
+    Return the seconds that ``items`` took, and the Ctrl-C that ended them, if any.
+    """
     from fastdecode.perfmodel.lab.measure.serving import run_load
 
     warm = [replace(items[0], arrival_seconds=0.0)] * args.num_warmups
@@ -191,8 +193,8 @@ def _run_load(
     return time.perf_counter() - start, interrupted
 
 
-def _told(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run in vLLM's form."""
+def _settings(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run, with vLLM's keys."""
     ramp_up = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

@@ -114,7 +114,7 @@ def _run_engine(args: argparse.Namespace, config: EngineConfig, spec: WorkloadSp
     finally:
         try:
             engine.close()
-        except OSError as unwritten:  # no trace, but still report
+        except OSError as unwritten:  # report even if the trace cannot be written
             interrupted = interrupted or unwritten
     report = throughput_report(run, config.separate_cores)
     if "num_hidden_layers" in config.hf_overrides and run.steps:

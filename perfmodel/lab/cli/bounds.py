@@ -9,7 +9,7 @@ from fastdecode.perfmodel.model_shape import ModelShape
 
 
 def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
-    """Raise ConfigError if a context exceeds the model's."""
+    """Raise ConfigError if ``tokens`` exceeds the model's longest context. ``name``: the setting to blame."""
     if shape and shape.max_context and tokens > shape.max_context:
         raise ConfigError(
             f"{name}: {tokens:,.0f} tokens of prompt and output are beyond the {shape.max_context:,} of {shape.name}"
@@ -26,7 +26,7 @@ def check_r_workers(number: int | None) -> None:
 
 def check_simulated_memory(num_prompts: int, prompt_tokens: float) -> None:
     """Raise ConfigError, with the number that fits, if ``num_prompts`` prompts need too much memory."""
-    # Memory of a simulated prompt token: an object, and a place in a list
+    # Memory of a simulated prompt token: a Python object, and an entry in a list
     bytes_per_token = 45.0
     bytes_per_request = 2000.0
     each = bytes_per_request + bytes_per_token * prompt_tokens
@@ -34,13 +34,13 @@ def check_simulated_memory(num_prompts: int, prompt_tokens: float) -> None:
     if each > most_bytes:
         fits = int((most_bytes - bytes_per_request) / bytes_per_token)
         raise ConfigError(
-            f"prompts of {prompt_tokens:,.0f} tokens: one alone takes a simulation more than 1 GiB; up to {fits:,} "
+            f"prompts of {prompt_tokens:,.0f} tokens: a simulation needs more than 1 GiB for each; up to {fits:,} "
             f"tokens fit"
         )
     if num_prompts * each > most_bytes:
         raise ConfigError(
-            f"num_prompts: {num_prompts:,} prompts of {prompt_tokens:,.0f} tokens take a simulation "
-            f"{num_prompts * each / 2**30:,.3g} GiB; up to {int(most_bytes / each):,} fit 1 GiB"
+            f"num_prompts: {num_prompts:,} prompts of {prompt_tokens:,.0f} tokens need "
+            f"{num_prompts * each / 2**30:,.3g} GiB in a simulation; up to {int(most_bytes / each):,} fit 1 GiB"
         )
 
 
@@ -58,7 +58,7 @@ def check_simulated_time(
         return
     seats = max(1, min(seats, count))
     steps = max(sum(output_lens) / seats, max(output_lens)) + sum(prompt_lens) / max(batch_tokens, 1)
-    # Time of a simulated step: once, per sequence, per R-worker
+    # Seconds that simulating one step takes: a fixed part, a part per sequence, and one per R-worker
     step_seconds, sequence_seconds, r_worker_seconds = 5e-4, 2.5e-6, 8e-6
     of_step = step_seconds + sequence_seconds * seats + r_worker_seconds * num_r_workers
     seconds = runs * steps * of_step
@@ -66,7 +66,7 @@ def check_simulated_time(
     most_seconds = 60.0
     if seconds <= most_seconds:
         return
-    # A run of fewer steps than this is fast enough with few R-workers
+    # With fewer steps than this, the advice is to take fewer R-workers, not fewer requests
     many_steps = 20_000
     if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
         most = int(num_r_workers * most_seconds / seconds)

@@ -116,7 +116,7 @@ def _with_ranks(
 
 
 def _with_prefill(profile: HardwareProfile, config: EngineConfig, lengths: list[int], quick: bool) -> HardwareProfile:
-    """Return the profile with the rates of prefill workers, and a table of the best parts by prompt length."""
+    """Return the profile with the rates of prefill workers, and a table of how best to split prompts of each length."""
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import (
         PrefillCalibration,
         calibrate_prefill,
@@ -188,7 +188,7 @@ def prefill_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _links(config: EngineConfig) -> tuple[str, ...]:
-    """Return both kinds of local R-workers, the requested one first; or each remote one."""
+    """Return the R-workers to measure: "inproc" and "spawn", the requested kind first, or the remote addresses."""
     spec = config.r_worker_spec
     if spec.addresses:
         return spec.addresses

@@ -30,7 +30,7 @@ def check_runs(name_or_path: str | None) -> None:
 
 
 def engine_cannot(case: PlanCase) -> str | None:
-    """Return why no engine runs the plan, in the words of a layer's kind; None if an engine runs it."""
+    """Return why no engine can run the plan, as the model's layers explain it; None if an engine can."""
     if not case.args.model or case.inputs.shape is None:
         return None
     for way in _ways(case):

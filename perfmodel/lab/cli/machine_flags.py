@@ -21,7 +21,7 @@ PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
 
 
 def add_machine_flags(group: Any) -> None:
-    """Add the flags of machines by name, in numbers, or measured here."""
+    """Add the flags that describe a machine by name, in numbers, or as measured here."""
     group.add_argument(
         "--weights", choices=tuple(FORMATS), metavar="FORMAT",
         help=f"format of the checkpoint: {', '.join(FORMATS)} (by its configuration; plain for models "
@@ -61,7 +61,7 @@ def add_machine_flags(group: Any) -> None:
 
 
 def add_number_flags(group: Any) -> None:
-    """Add the flags of a profile and of bare numbers."""
+    """Add the flag of a profile, and flags that give a machine's speeds as bare numbers."""
     group.add_argument("--profile", metavar="FILE", help="hardware profile (JSON) of any machine")
     group.add_argument(
         "--s-part-seconds", type=float, metavar="SECONDS", help="T(B): S-worker's time for one layer of one mini-batch"

@@ -67,10 +67,10 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
         raise ConfigError(f"{bare[0]} and profile are two ways to say the same; give one")
     if args.latent_absorption == "r" and bare:
         raise ConfigError(
-            "latent_absorption: r needs --gpu and --cpu, or a profile: no number has the time of its products"
+            "latent_absorption: r needs --gpu and --cpu, or a profile: bare numbers lack the time of its products"
         )
     if args.state_on == "s" and bare:
-        raise ConfigError("state_on: s needs --gpu and --cpu, or a profile: no number has the time of states")
+        raise ConfigError("state_on: s needs --gpu and --cpu, or a profile: bare numbers lack the time of states")
     if args.quantization and bare:
         raise ConfigError("quantization has no place beside bare numbers, which say how fast the S-worker is")
     if args.tensor_parallel_size != 1 and bare:
@@ -221,7 +221,9 @@ def _from_numbers(args: argparse.Namespace) -> PlanInputs:
 
 
 def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: RankGroup) -> StatesHere | None:
-    """Return the cost of states on the GPUs of ``group``, in the memory beside the weights, at the rate of KV reads."""
+    """Return the cost of recurrent states kept on the GPUs of ``group``; None if R-workers keep them.
+    States use the memory that the weights leave free. Reading them is as fast as reading a KV cache.
+    """
     if shape.own_states is None:
         return None
     memory = asked_state_memory(args) or usable_bytes(gpu) - held_bytes(shape, group)
@@ -231,9 +233,9 @@ def _gpu_states(args: argparse.Namespace, shape: ModelShape, gpu: Gpu, group: Ra
 def _profiled_states(
     args: argparse.Namespace, shape: ModelShape, profile: HardwareProfile, kv_dtype: str
 ) -> StatesHere | None:
-    """Return the cost of states on the S-worker, at the rate measured on local R-workers.
-
-    Without ``--state-memory`` their number is unlimited, since profiles do not have the S-worker's memory.
+    """Return the cost of recurrent states on the S-worker, at the rate measured on local R-workers.
+    Without ``--state-memory`` any number of states fits, since a profile does not have the size of the S-worker's
+    memory.
     """
     if shape.own_states is None:
         return None

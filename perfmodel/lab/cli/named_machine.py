@@ -69,7 +69,7 @@ class NamedMachine:
     def list_prices(self, num_gpus: int) -> Prices:
         """Return the presets' list prices; None if unknown. A rented GPU includes its host."""
         gpu, host = self.gpu.price, self.host.price
-        included = 0.0 if self.link_bytes_per_second is None else None  # who rents a GPU gets its host
+        included = 0.0 if self.link_bytes_per_second is None else None  # the price of a rented GPU includes its host
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self, args: argparse.Namespace) -> tuple[str, ...]:
@@ -98,8 +98,8 @@ def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
     """Raise ConfigError for ``--quantization`` with a GPU, whose packed weights are set by ``--weights``."""
     if args.quantization and is_gpu:
         raise ConfigError(
-            "quantization: int8 is multiplied on CPUs: give --gpu here --cpu here on a machine without a GPU, or "
-            "--profile; what a GPU keeps packed is --weights int8"
+            "quantization: int8 is multiplied on CPUs only: give --gpu here --cpu here on a machine without a GPU, "
+            "or --profile; for packed weights on a GPU give --weights int8"
         )
 
 

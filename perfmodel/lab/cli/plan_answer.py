@@ -20,8 +20,7 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 @dataclass(frozen=True)
 class PlanAnswer:
     """A plan compared with the GPU alone. ``found``: figures of the plan's features, by variant name.
-
-    ``unlimited``: the plan without limits on users' times; None if the limits cost no throughput.
+    ``unlimited``: the plan without limits on times per token and to first token; None if the limits cost no throughput.
     """
 
     case: PlanCase
@@ -32,7 +31,7 @@ class PlanAnswer:
 
     @property
     def service(self) -> Service:
-        """FastDecode as its users see it, with the time to first token of prefill workers, if the plan has some."""
+        """What FastDecode's users notice. If the plan has prefill workers, they determine the time to first token."""
         plan, prefill = self.case.plan, self.found.get("prefill")
         first = plan.ttft_seconds if prefill is None else prefill.ttft_seconds or math.inf
         price = self.prices.per_million_tokens(plan.num_hosts, plan.output_tokens_per_second)
@@ -54,15 +53,14 @@ class PlanAnswer:
 
     @property
     def alone_service(self) -> Service | None:
-        """The GPU alone as its users see it; None if it was not compared, or cannot run a sequence."""
+        """What users of the GPU alone notice; None if it was not compared, or cannot run a sequence."""
         if self.alone is None:
             return None
         return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
     @property
     def fewest_alone(self) -> tuple[int, Service] | None:
-        """The fewest compared GPUs that serve a user without R-workers, if the plan's own number of GPUs cannot.
-
+        """The fewest compared GPUs that can run a sequence without R-workers; None if the plan's own GPUs can.
         Their time to the first token is not computed: it is inf.
         """
         if self.alone_service or self.case.inputs.one_host:
@@ -87,7 +85,7 @@ def answer_of(args: argparse.Namespace) -> PlanAnswer:
 
 
 def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
-    """Return the plan without limits on users' times, if it has over 1 % more tokens per second."""
+    """Return the plan without limits on users' waiting times, if it has over 1 % more tokens per second."""
     if args.mini_batch_size is not None or args.latency_limit is not None:
         return None
     try:

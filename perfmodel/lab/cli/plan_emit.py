@@ -59,13 +59,13 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
     """Raise ConfigError for several ranks, and for prefill workers that the format of ``--emit`` cannot start."""
     if args.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size: --emit {args.emit} has an S-worker of one rank")
+        raise ConfigError(f"tensor_parallel_size: --emit {args.emit} supports one rank only")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
-        raise ConfigError(f"num_prefill_workers: --emit {args.emit} has an S-worker and its R-workers alone")
+        raise ConfigError(f"num_prefill_workers: --emit {args.emit} cannot start prefill workers")
 
 
 def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
-    """Return the plan of the pods. The KV load has no fixed limit, since the number of R-workers may change."""
+    """Return the plan for Kubernetes pods. The KV load has no fixed limit, since the number of R-workers may change."""
     args, memory = case.args, _kv_cache_memory(case)
     flags = {name: value for name, value in _s_flags(case, found).items() if name != "--kv-load-limit"}
     return PodPlan(

@@ -1,4 +1,4 @@
-"""The sentences of ``fastdecode plan``: what the plan needs, its price, servers of GPUs alone, and what limits cost."""
+"""The sentences of ``fastdecode plan``: needs, price, GPU servers without R-workers, and what limits cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sentences(answer: PlanAnswer) -> Iterator[str]:
 
 
 def asked_limits(case: PlanCase) -> str:
-    """Return the limits on users' times in words, and whether they are the default."""
+    """Return in words the limits on time per token and time to first token, and whether they are the default."""
     default = case.args.tpot is None and math.isfinite(case.limits.tpot_seconds)
     return f"{case.limits}{' (the default of --tpot)' if default else ''}"
 
@@ -51,7 +51,7 @@ def _fewer_alone(answer: PlanAnswer) -> str:
 
 
 def _as_many(answer: PlanAnswer) -> str:
-    """Say how many servers of GPUs alone give the plan's tokens per second, and how many serve its users.
+    """Say how many GPU servers without R-workers give the plan's tokens per second, and how many serve its users.
 
     If one such server cannot run a sequence, say how many GPUs can.
     """
@@ -71,11 +71,11 @@ def _as_many(answer: PlanAnswer) -> str:
 
 
 def _larger_server(answer: PlanAnswer) -> str:
-    """Name one server of more GPUs alone that gives the plan's tokens per second, if the plan compared one."""
+    """Name a GPU server without R-workers, but with more GPUs, that gives the plan's tokens per second, if compared."""
     alone, rate = answer.alone_service, answer.service.tokens_per_second
     if not alone or answer.case.inputs.one_host or alone.tokens_per_second >= rate:
         return ""
-    for row in answer.found.get("tensor_parallel", ()):  # in the order of their numbers of GPUs
+    for row in answer.found.get("tensor_parallel", ()):
         service = row.alone(answer.prices)
         if service and service.tokens_per_second >= rate:
             return f" One server of {row.tensor_parallel_size} GPUs alone serves {_alone_users(service)}."
@@ -110,7 +110,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _owned(answer: PlanAnswer, unit: str) -> str:
-    """Return FastDecode's price with hosts that cost nothing; "" with ``--cpu-price`` or on one host."""
+    """Return FastDecode's price if the user owns the hosts; "" if ``--cpu-price`` says so already, or on one host."""
     prices, service = answer.prices, answer.service
     given = answer.case.planner.prices.cpu_host_per_hour
     if answer.case.inputs.one_host or given is not None or prices.gpu_per_hour is None:

@@ -105,7 +105,7 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    # Reasons for a number of R-workers other than keeping up with the S-worker
+    # Why the number of R-workers differs from the one that keeps up with the S-worker
     more = plan.num_r_workers > math.ceil(plan.num_r_workers_exact)
     reasons = {"memory": "; more for their memory", "pool": "; as given", BY_LIMITS: "; more for the limits" * more}
     why = "; those of this host" if case.inputs.one_host else reasons.get(plan.r_workers_set_by, "")
@@ -123,7 +123,7 @@ def _figures(case: PlanCase) -> Iterator[Line]:
 
 
 def _bottleneck(plan: Plan) -> str:
-    """Return the bottleneck, and the part of a step in which its side is not busy."""
+    """Return the bottleneck; if it is a worker, with the fraction of a step in which this worker is idle."""
     busy = {"s-worker": plan.s_busy, "r-workers": plan.r_busy}.get(plan.bottleneck)
     if busy is None or busy > 0.95:
         return plan.bottleneck

@@ -56,7 +56,7 @@ def beside_weights(memory: int, shape: ModelShape) -> int:
     if memory <= weights:
         raise PlanError(
             f"latent_absorption: K and V of {shape.name} take {weights:,} bytes of each R-worker, of {memory:,}: "
-            f"give more --kv-cache-memory, or s"
+            f"give more --kv-cache-memory, or --latent-absorption s"
         )
     return memory - weights
 

@@ -33,7 +33,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Each way to serve ``sessions`` sessions of ``context`` tokens. ``beyond``: the model's limit is shorter."""
+    """The ways to serve ``sessions`` sessions of ``context`` tokens.
+    ``beyond``: the model has no such long contexts.
+    """
 
     context: int
     sessions: int
@@ -86,7 +88,7 @@ def _cell(sessions: int, most: int, step_milliseconds: Callable[[int], float]) -
 
 
 def _memory_line(args: argparse.Namespace, inputs: PlanInputs, server: GpuServer) -> str:
-    """Return the memory that the table took for weights and cache on the GPU, and for the cache on a host."""
+    """Return a line of text: the memory assumed for weights and cache on the GPU, and for the cache on a host."""
     planner = inputs.planner
     host = planner.capacity_tokens * (planner.kv_bytes_per_token or 0) * planner.r_workers_per_host
     gpu = f"GPU memory: {usable_bytes(server.gpu) / 1e9:.4g} GB for weights and cache."

@@ -77,7 +77,7 @@ def weight_lines(args: argparse.Namespace, shape: ModelShape) -> tuple[str, ...]
 def check_state_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for ``--state-memory`` if R-workers keep the states."""
     if args.state_memory and args.state_on == "r":
-        raise ConfigError("state_memory is for states with the S-worker (state_on s); leave it out")
+        raise ConfigError("state_memory is for states on the S-worker (state_on s); leave it out")
 
 
 def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelShape:

@@ -1,4 +1,4 @@
-"""``fastdecode simulate``: the live scheduler against the performance model."""
+"""``fastdecode simulate``: runs the engine's own scheduler, with step times from the performance model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_files(args.output_json, plots=(args.plot_steps,))
     slo = _slo(args)
     inputs = read_simulation(args)
-    # Approximate runs of a search for the capacity
+    # About how many simulations a search for the capacity runs
     runs_of_a_search = 12
     runs = runs_of_a_search if slo else 2 if inputs.events else 1
     check_simulated_time(
@@ -169,7 +169,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
-    """Update the progress bar; return False, so that the run continues."""
+    """Update the progress bar. Return False: the simulator asks its callback whether to stop."""
     bar.update(simulator.num_finished - bar.n)
     return False
 

@@ -103,7 +103,7 @@ def event_lines(events: dict[str, Any]) -> Iterator[str]:
     )
     if events["given_up_requests"]:
         yield f"Given up, since no R-worker that was left had room: {events['given_up_requests']} requests"
-    if "kept_share" in events:  # both runs finished
+    if "kept_share" in events:  # the run was repeated without events, and both finished
         yield (
             f"Output tokens/s: {events['output_tokens_per_second']:.2f} with the events, "
             f"{events['output_tokens_per_second_without']:.2f} without ({events['kept_share']:.3f})"

@@ -117,7 +117,7 @@ class SimulationInputs:
         return Simulator(scheduler, self.machine, on_step, fleet, drafter, events)
 
     def _s_seconds(self, num_tokens: int, context_len: int) -> float:
-        """Return the seconds of a prompt's steps on the S-worker. R-workers attend only with a cached prefix."""
+        """Return the seconds in which the S-worker computes a prompt, while R-workers attend to its cached prefix."""
         most, rest = self.limits.max_num_batched_tokens, [0] * (len(self.limits.num_blocks) - 1)
         seconds = 0.0
         for start, end in itertools.pairwise((0, *range(most, num_tokens, most), num_tokens)):
@@ -159,14 +159,16 @@ def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> 
 
 
 def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, num_mini_batches: int) -> float:
-    """Return a full batch's seconds per step at the mean KV load, or averaged over ages if sequences start together."""
+    """Return the seconds per step of a full batch, at the mean context or averaged over contexts.
+    The latter is for schedules that start all sequences together, whose contexts grow together.
+    """
     given = vars(args) | {"num_mini_batches": num_mini_batches}
     plan_args = argparse.Namespace(**given | plan_words(argparse.Namespace(**given), workload))
     planner = read_inputs(plan_args).planner
     model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
     described, seats = planner.workload, min(args.max_num_seqs, len(workload))
     contexts = np.array([described.mean_context])
-    # Parts of a sequence's life at which sequences that start together are sampled
+    # Number of contexts, from the prompt's length to the sequence's end, over which steps are averaged
     ages = 16
     if SCHEDULES[args.schedule].waves:
         contexts = described.prompt_len + described.output_len * (np.arange(ages) + 0.5) / ages

@@ -116,8 +116,8 @@ def json_number(number: float) -> float | str:
 
 def _utilisation(simulation: Simulation, num_r_workers: int) -> dict[str, float]:
     """Return the busy fractions of the simulated time, which includes waiting for arrivals.
-
-    The mean divides by ``num_r_workers``, even if R-workers that returned after a loss took further places.
+    The mean divides by ``num_r_workers``. There may be more columns of R-workers, since one that returns after a loss
+    may get a new index.
     """
     columns = list(zip_longest(*(step.r_seconds for step in simulation.steps), fillvalue=0.0))
     r_seconds = np.ascontiguousarray(np.array(columns).T).sum(axis=0) if columns else np.zeros(1)

@@ -107,8 +107,7 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
 def run_grid(
     measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
 ) -> OfflineRun | None:
-    """Measure every row and then the offline run of ``measuring``, if any; return the offline run.
-
+    """Measure every row of ``measured``; then let ``measuring``, if any, measure and return an offline run.
     An error or Ctrl-C leaves the rows measured so far in ``output_json``, since measuring them takes longest.
     """
     rows: list[ValidatedRow] = []

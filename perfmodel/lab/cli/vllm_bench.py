@@ -1,4 +1,4 @@
-"""vLLM's flags of ``vllm bench`` without a counterpart here."""
+"""The flags of ``vllm bench`` that have no counterpart here."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ OF_BENCHES = without_effect(
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's benchmark flags without a counterpart here, after the command's own flags."""
+    """Add the flags of vLLM's benchmarks that have no counterpart here, after the command's own flags."""
     parser.set_defaults(foreign_flags=add_foreign_flags(parser, OF_BENCHES))
 
 
 def check_bench_flags(args: argparse.Namespace) -> None:
-    """Log vLLM's benchmark flags without effect. Raise ConfigError for one that would measure something else."""
+    """Log the vLLM flags that have no effect. Raise ConfigError for one that would measure something else."""
     check_foreign(vars(args), foreign={name: OF_BENCHES[name] for name in args.foreign_flags})

@@ -49,9 +49,8 @@ class FilledCache:
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
-        """Return the seconds to plan a step, and those of the layer: its submit and wait.
-
-        ``q_len``: new tokens, if not the shape's.
+        """Return the seconds in which a step is begun, and those of its one layer: ``submit`` and ``wait``.
+        ``q_len``: new tokens per sequence, if other than the shape's.
         """
         q_len = self.shape.q_len if q_len is None else q_len
         spans, rows = self._spans.copy(), len(self.lengths) * q_len

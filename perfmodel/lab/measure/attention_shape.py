@@ -82,8 +82,8 @@ class AttentionShape:
         if self.index_picks and (self.num_kv_heads > 1 or self.latent_dim):
             raise ConfigError(f"index_picks {self.index_picks}: an index has num_kv_heads 1 and latent_dim 0")
         is_bounded = is_quantized(self.kv_cache_dtype) and not (self.latent_dim or self.index_picks)
-        # longest heads that an R-worker accepts
-        max_quantized_head_dim = 512  # for int8 and int4
+        # R-workers accept head sizes up to this for int8 and int4
+        max_quantized_head_dim = 512
         most = max_quantized_head_dim if is_bounded else MAX_HEAD_DIM
         if self.head_dim > most:
             raise ConfigError(f"head_dim must be at most {most}, not {self.head_dim}")
@@ -139,7 +139,7 @@ class AttentionShape:
 
     @property
     def shared_tokens(self) -> int:
-        """Prefix tokens in shared blocks; a partial block is copied."""
+        """Prefix tokens in blocks that all sequences share. A prefix's last, partial block is copied instead."""
         return self.shared_prefix_len // BLOCK_SIZE * BLOCK_SIZE
 
     @property

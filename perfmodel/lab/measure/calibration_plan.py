@@ -59,7 +59,7 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
     cores = len(usable_cores())
     threads = tuple(sorted({max(1, cores // 2), cores}))
     here = "inproc" in links
-    # Below and above 128 rows, where the S-worker takes other matrix products; a CPU needs no sizes above 256
+    # On a CPU the S-worker multiplies matrices in another way above 128 rows; sizes above 256 are not needed there
     cpu_batch_sizes = (16, 32, 64, 128, 160, 256)
     gpu_batch_sizes = (16, 64, 128, 256, 512, 1024, 2048, 4096)
     return CalibrationPlan(

@@ -121,8 +121,7 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Yield points of ordinary rows for each group, of absorbed latents, of an index's scan, and of states.
-
+        """Yield measured points of R-workers: attention for each group size, absorbed latents, index scan, states.
         ``anchors``: none for a remote R-worker, which serves one S-worker at a time.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]

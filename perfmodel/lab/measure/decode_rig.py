@@ -37,9 +37,9 @@ class DecodeRig:
         self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
     ) -> list[StepRecord]:
         """Return ``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
-
-        Contexts end at the model's limit, and are at least as long as the steps need. The steps run on the cores that
-        this engine chose, even if another engine has changed the thread's cores since then.
+        If ``context_len`` exceeds the model's limit, or is too short for so many steps, the nearest possible context is
+        used. The steps run on the cores that this engine chose, even if another engine has changed the thread's cores
+        since then.
         """
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores)
@@ -60,7 +60,7 @@ class DecodeRig:
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
         warm_up_steps = 2
-        before = num_steps + warm_up_steps + 1  # the InstantBackend that stands in for prompts decodes one step too
+        before = num_steps + warm_up_steps + 1  # + 1: filling the caches also decodes one token
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with random_prompts(engine.world):

@@ -50,10 +50,9 @@ def run_offline(
     spec: WorkloadSpec = SPEC,
     threads: int | None = None,
 ) -> OfflineRun:
-    """Run and simulate fixed lengths with the load-stabilizing schedule and the load limit of ``profile``.
-
-    S-worker and R-worker take turns with ``threads`` threads each (None: one per core). ``anchors``: of S and of R with
-    as many threads; their drift scales the simulation.
+    """Run and simulate requests of fixed lengths, with the load-stabilizing schedule and the profile's load limit.
+    S-worker and R-worker take turns with ``threads`` threads each (None: one per core). ``anchors``: one of the S-part
+    and one of the R-part, with as many threads; the simulation is scaled by their drift.
     """
     cores = threads or len(usable_cores())
     engine = LLMEngine(_offline_config(config, cores))

@@ -15,7 +15,7 @@ import numpy as np
 from fastdecode.core.errors import naming
 from fastdecode.core.metrics import HOST, MODEL, R_BUSY, WAIT, Event, StepRecord, lane_name, mini_batch_name
 
-if TYPE_CHECKING:  # plans are drawn without torch
+if TYPE_CHECKING:  # these import torch, which drawing a plan does not need
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillRow
     from fastdecode.perfmodel.lab.measure.validation import ValidatedRow
 
@@ -132,7 +132,7 @@ def plot_steps(steps: Sequence[StepRecord], kv_load_limit: int | None, path: str
             ("busiest R-worker", "#3b6ea5", [max(step.r_seconds) for step in steps]),
         ):
             seconds.plot([value * 1e3 for value in values], color=color, linewidth=0.9, label=label)
-        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # include steps with prompts
+        seconds.set_ylim(0, 1.05 * max(step.wall_seconds for step in steps) * 1e3)  # the longest steps have prompts
         seconds.set_ylabel("milliseconds")
         seconds.set_xlabel("step")
         load.figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=8)
@@ -156,7 +156,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
     """Return the mean fraction of the roofline by line label and context length. Labels omit what all rows share."""
-    # Keys of a row whose values, with its query heads per KV head, each make a separate line
+    # Rows that differ in one of these keys, or in query heads per KV head, belong to different lines
     line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
     varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]
     found: dict[str, dict[float, list[float]]] = {}

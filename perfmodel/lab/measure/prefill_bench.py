@@ -98,7 +98,7 @@ class PrefillBench:
         return {method: parts[method] for method in self.methods}
 
     def _predicted(self, num_tokens: int, count: int, entries: dict[int, PartitionEntry]) -> Parts:
-        """Return parts from the profile's table, else from ``entries`` of other lengths, else from the closed form."""
+        """Return the parts for kvr-p: from the profile's table, else from ``entries`` of other lengths, or computed."""
         known = PartitionTable(self.profile.partitions)
         if not known.knows(count):
             known = PartitionTable([entry for length, entry in entries.items() if length != num_tokens])
@@ -130,7 +130,9 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Return whether parts are searched: for kvr-s, and for kvr-p, which interpolates those of other lengths."""
+    """Return whether a method needs a search for the best parts: kvr-s does, and kvr-p if there are several lengths.
+    Method kvr-p interpolates the parts found for other lengths.
+    """
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Calibration of prefill workers: their speeds, their mutual slowdown, and the best parts of prompts."""
+"""Calibration of prefill workers: their speeds, their mutual slowdown, and the best way to cut prompts into parts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from fastdecode.perfmodel.profile import HardwareProfile
 
 @dataclass(frozen=True)
 class PrefillCalibration:
-    """``lengths``: prompt tokens for the rates.
-
-    ``table_lengths``: prompt tokens of the partition table, searched for each of ``worker_counts`` above 1. ``rounds``:
-    of each rate, and of each partition tried.
+    """The sizes to measure on prefill workers. ``lengths``: prompt tokens for measuring rates.
+    ``table_lengths``: prompt tokens for which the best partition is searched, for each of ``worker_counts`` above 1.
+    ``rounds``: runs per rate. ``search_rounds``: runs per partition that a search tries.
     """
 
     lengths: tuple[int, ...]
@@ -75,7 +74,7 @@ def measure_rates(
 def search_parts(
     profile: HardwareProfile, runner: PrefillRunner, num_tokens: int, num_workers: int, rounds: int
 ) -> PartitionEntry:
-    """Return the parts that KVR-S finds on the first ``num_workers``, from the model's balanced parts.
+    """Return the parts that KVR-S finds on the first ``num_workers``, starting from parts that the model balances.
 
     The time of a partition is the median of ``rounds`` runs.
     """
@@ -84,9 +83,9 @@ def search_parts(
         return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
 
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
-    # Fewest tokens that a search moves; smaller changes are lost in noise
+    # A search moves cuts by at least this many tokens, since noise hides the effect of fewer
     least_rows = 16
-    # A search first moves its cuts by 1/32 of the prompt, at last by 1/128; little, since it starts at the model's cuts
+    # A search moves its cuts by 1/32 of the prompt at first, and by 1/128 at last: it starts near the best cuts
     first_stride, least_stride = 32, 128
     strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))

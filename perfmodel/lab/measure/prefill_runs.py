@@ -100,7 +100,7 @@ class LivePrefill:
         """Return runs of prompts that arrive together, cut as ``jobs`` says."""
         engine = self.engine
         if engine.prefills is None:
-            raise BackendError("an engine without prefill workers was to compute prompts on them")
+            raise BackendError("the engine has no prefill workers to compute prompts on")
         finished: dict[int, Prefilled] = {}
         engine.prefills.method = method
         engine.prefills.on_prefilled = lambda prefilled: finished.update({prefilled.sequence_id: prefilled})

@@ -56,10 +56,9 @@ class RankCalibration:
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Times of ranks.
-
-    They are float arrays [num_batch_sizes, 2] of S and host seconds per step of MANY_LAYERS and of FEW_LAYERS, and the
-    spread of the former over the engines. ``threads``: of each rank's S-worker.
+    """Seconds per step of ranks, for a model of MANY_LAYERS and one of FEW_LAYERS layers.
+    ``many``, ``few``: float [num_batch_sizes, 2], seconds of the S-part and of the host. ``spread``: the spread of
+    ``many`` over the engines. ``threads``: of each rank's S-worker.
     """
 
     threads: int
@@ -135,7 +134,9 @@ def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Ca
 
 
 def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarray:
-    """Return S and host seconds, [steps, 2], with the configured S threads, a number that the anchor has changed."""
+    """Return the seconds of the S-part and of the host per step, [steps, 2].
+    The number of S-worker threads is set again, since timing the anchor has changed it.
+    """
     steps = rig.decode(batch_size, SHORT_CONTEXT, plan.rounds * SAMPLE_STEPS, rig.engine.config.s_threads)
     return np.array([(step.s_seconds, step.host_seconds) for step in steps])
 
@@ -143,7 +144,7 @@ def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarr
 def _points(
     profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
 ) -> tuple[list[SPartPoint], list[HostPoint]]:
-    """Return S-part and host points of the ranks. Their inproc R-workers' step overhead is a separate point."""
+    """Return S-part and host points of the ranks. Host points exclude the R-workers' fixed cost per step."""
     s_part, host = [], []
     many, few, spread = measured.many, measured.few, measured.spread
     once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")

@@ -41,9 +41,9 @@ ANCHOR_ROWS, ANCHOR_SEQUENCES, ANCHOR_CONTEXT, ANCHOR_STEPS = 64, 64, 512, 16
 
 
 def measuring(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` for a :class:`DecodeRig`: random weights, and all prompts before any decode."""
+    """Return ``config`` with the settings of a :class:`DecodeRig`: random weights, and prompts before decodes."""
     here = replace(config, r_workers="inproc", key_file=None, security=None, pool_listen=None, trace=None)
-    # Seats of the engine, and prompt tokens of a step: more than any measurement needs
+    # Limit of running sequences and of prompt tokens per step: more than any measurement needs
     many_sequences = 1 << 14
     return replace(
         here, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, schedule="prefill-first",
@@ -109,7 +109,7 @@ def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
 
 
 def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
-    """Return the time on the link, to the R-worker and back over all layers, and that to begin and end a step."""
+    """Return two times: on the link to the R-worker and back in all layers, and to begin and end a step."""
     steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
     ways = np.concatenate([step.link_seconds for step in steps])
     return summary(ways), summary(np.array([step.plan_seconds for step in steps]))
@@ -133,7 +133,7 @@ SEQUENCES, CONTEXT = 32, 1024
 def measure_contention(
     config: EngineConfig, shape: ModelShape, s_threads: int, r_threads: int, rounds: int
 ) -> ContentionPoint:
-    """Measure S on the first cores and a spawned R-worker on the last: each alone, then both together, A B A B."""
+    """Measure the S-worker on the first cores and a spawned R-worker on the last: each alone, then both together."""
     cores = usable_cores()
     s_cores, r_cores = cores[:s_threads], cores[-r_threads:]
     pinned = replace(config, s_cores=core_list(s_cores), r_cores=core_list(r_cores), s_threads=s_threads)
@@ -159,7 +159,7 @@ def measure_contention(
 
 
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
-    """Measure both sides alone and together once; return how many times slower S and R are together."""
+    """Measure S-worker and R-worker alone and together; return how many times slower each is together."""
     r_rig.rewind(CONTEXT)
     s_alone = _s_seconds(s_rig)
     r_alone = _r_seconds(r_rig)

@@ -171,7 +171,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["prefill"]["tokens"]:
         prefill = report["prefill"]
         yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
-    # Above this multiple of the limit, the scheduler exceeded it on purpose; micro-batches exceed it by less
+    # A peak above this multiple of the limit was the scheduler's choice; uneven micro-batches exceed the limit by less
     ripple = 1.1
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""

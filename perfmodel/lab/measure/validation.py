@@ -49,7 +49,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: the S-worker's, and all R-workers'; None if S and R take turns on all cores."""
+    """One real run. ``cores``: the S-worker's and all R-workers' cores; None if both take turns on all cores."""
 
     name: str
     deployment: Deployment
@@ -120,7 +120,7 @@ class ValidatedRow:
 def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
     """Return four ways to divide ``cores``, each with every size of SIZES, with varying KV dtypes and KV heads."""
     if len(cores) < 2:
-        raise ConfigError("validate needs at least two cores: some configurations give S and R cores of their own")
+        raise ConfigError("validate needs at least two cores: some configurations give R-workers cores of their own")
     half = len(cores) // 2
     apart = (tuple(cores[:half]), tuple(cores[-half:]))
     ways = (
@@ -146,10 +146,10 @@ def kv_head_counts(shape: ModelShape) -> list[int]:
 def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
     """Return configurations with ranges on two R-workers, which take turns on the second half of ``cores``."""
     if len(cores) < 2:
-        raise ConfigError("validate needs at least two cores: S and R have cores of their own")
+        raise ConfigError("validate needs at least two cores: S-worker and R-workers have separate ones")
     half, heads = len(cores) // 2, kv_head_counts(shape)
     apart, deployment = (tuple(cores[:half]), tuple(cores[-half:])), Deployment(half, half, 2, 2, "spawn", True, 2)
-    # Grid of sequences in several ranges, with the tokens of a range
+    # Runs to validate: sequences, tokens of each, and tokens of a range
     range_sizes = (
         (2, 16384, 2048), (2, 32768, 4096), (4, 8192, 1024), (8, 4096, 512), (16, 4096, 2048), (32, 2048, 1024),
         (64, 1024, 512),
@@ -196,9 +196,9 @@ class Validation:
             advance()
 
     def offline(self) -> OfflineRun:
-        """Return the times of a whole run, with S and R in turn on all cores, and of its simulation."""
+        """Return the measured and the simulated time of a whole run. S-worker and R-worker take turns on all cores."""
         cores = len(usable_cores())
-        # Timings of an anchor, before and after an offline run
+        # Number of calls per timing of an anchor, before and after an offline run
         looks = 4
         anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
@@ -242,10 +242,9 @@ class Validation:
 
 
 def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
-    """Return the prediction of ``profile`` with the measurement.
-
-    ``steadied``: the measurement, with the anchor of S and with that of R. Its samples are float [steps, 5]: seconds of
-    the step, of S, of R and of the host, and the KV load.
+    """Return the prediction of ``profile`` together with the measurement.
+    ``steadied``: the measurement, with the S-part's anchor and with the R-part's anchor. Its samples are float [steps,
+    5]: seconds of the step, of the S-part, of the R-part and of the host, and the KV load.
     """
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)
@@ -277,7 +276,7 @@ def _shape(profile: HardwareProfile, configuration: Configuration) -> ModelShape
 
 
 def _steps(rig: DecodeRig, configuration: Configuration) -> np.ndarray:
-    """Return [NUM_STEPS, 5]: seconds of the step, of S, of all R-workers on the busiest core, of the host; KV load."""
+    """Return [NUM_STEPS, 5]: seconds of the step, the S-part, the busiest core's R-workers and the host; KV load."""
     deployment = configuration.deployment
     steps = rig.decode(configuration.batch_size, configuration.context_len, NUM_STEPS, deployment.s_threads)
     sharing = deployment.r_workers_per_core

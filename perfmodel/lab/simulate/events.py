@@ -54,7 +54,7 @@ def read_events(text: str, name: str, num_r_workers: int, num_prefill_workers: i
 
 def _event(record: dict[str, Any], where: str) -> WorkerEvent:
     if unknown := sorted(set(record) - KEYS):
-        raise ConfigError(f"{where}: {unknown[0]!r} is no key of an event, which are {', '.join(sorted(KEYS))}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; an event has the keys {', '.join(sorted(KEYS))}")
     seconds, kind = record.get("seconds"), record.get("event")
     if not _is_number(seconds) or not 0 <= seconds < math.inf:
         raise ConfigError(f"{where}: seconds must be a number of at least 0, not {seconds!r}")
@@ -87,7 +87,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _check_worker(event: WorkerEvent, num_known: int, where: str) -> None:
     name = NAMES[event.is_prefill]
     if event.kind == JOIN and event.worker > num_known:
-        raise ConfigError(f"{where}: {name} {event.worker} joins, and the next new one has number {num_known}")
+        raise ConfigError(f"{where}: {name} {event.worker} joins, and the next new one must have number {num_known}")
     if event.kind != JOIN and event.worker >= num_known:
         there = f"there are {num_known}, from 0 on" if num_known else "there are none"
         raise ConfigError(f"{where}: there is no {name} {event.worker} at {event.seconds:g} s; {there}")

@@ -24,9 +24,8 @@ class Interruptions(Companion):
         self._moments: list[tuple[int, float]] = []
 
     def forget(self, sequence_id: int) -> None:
-        """Record how many tokens a sequence had, and when, before the scheduler handles the loss of its R-worker.
-
-        A sequence that has ended is not in the scheduler any more.
+        """Record how many tokens a sequence had, and when, as its R-worker is lost.
+        Ignore a sequence that has ended.
         """
         sequence = self._requests[sequence_id]
         if sequence not in self._residents:

@@ -82,9 +82,9 @@ class SimulatedPrefills(Companion):
         self._due: list[WorkerEvent] = []
 
     def happen(self, event: WorkerEvent) -> bool:
-        """Apply an event to a prefill worker, of which the scheduler learns before the next step.
+        """Apply an event to a prefill worker. The scheduler is informed of it before the next step.
 
-        Return False if the worker is absent, or is to join although it is present.
+        Return False if the worker is absent, or if it should join although it is present.
         """
         if (event.worker in self._present) == (event.kind == JOIN):
             return False

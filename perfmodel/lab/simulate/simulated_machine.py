@@ -16,10 +16,9 @@ from fastdecode.perfmodel.step_model import StepModel
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one step.
-
-    They are the whole step's, the S-worker's, the host's between steps, those of the round trip to an R-worker, and of
-    each R-worker's attention (float64 [num_workers]).
+    """The seconds of one step, and what they consist of.
+    ``wall_seconds``: the whole step. ``host_seconds``: the host's work between steps. ``transfer_seconds``: round trips
+    to an R-worker. ``r_seconds``: each R-worker's attention, float64 [num_workers].
     """
 
     wall_seconds: float
@@ -46,18 +45,16 @@ class Machine(Protocol):
         """Return the cost of a step with ``load``; each R-worker attends its part of ``kv_loads``."""
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> Machine:
-        """Return this machine if the scheduler's R-worker i is machine ``places[i]``, or absent (below 0).
-
-        ``factors``: how many times slower than initially a machine is, by its number.
+        """Return this machine after R-workers have come or gone: the scheduler's R-worker i is machine ``places[i]``.
+        A place below 0 is vacant. ``factors``: how many times slower than initially a machine is, by its number.
         """
 
 
 @dataclass(frozen=True)
 class SplitMachine:
     """FastDecode: an S-worker and R-workers. A step waits for the busiest R-worker.
-
-    ``speeds``: each R-worker's, in any unit, whose mean is the model's speed; None if all are equal. ``slowness``: how
-    many times slower each R-worker is, beyond what its speed says.
+    ``speeds``: relative speed of each R-worker, in any unit; ``model`` describes the mean speed. None: all are equal.
+    ``slowness``: a further factor by which each R-worker is slower.
     """
 
     model: StepModel
@@ -68,7 +65,7 @@ class SplitMachine:
 
     def cost(self, load: Load, kv_loads: Sequence[float]) -> StepCost:
         """Return the cost by the model, as if every R-worker had mean speed and the busiest one's load."""
-        model = replace(self.model, context_spread=None)  # ``kv_loads`` replaces the estimate
+        model = replace(self.model, context_spread=None)  # the loads are known: no estimate is needed
         loads = np.asarray(kv_loads, np.float64)
         if self.speeds is not None:
             loads = loads * np.mean(self.speeds) / self.speeds
@@ -92,7 +89,7 @@ class SplitMachine:
         )
 
     def changed(self, places: Sequence[int], factors: Mapping[int, float]) -> SplitMachine:
-        """Return this machine with R-workers ``places``; a machine beyond ``speeds`` has the mean speed."""
+        """See ``Machine``. A machine whose number is beyond ``speeds`` has the mean speed."""
         mean, speeds = float(np.mean(self.speeds or 1.0)), dict(enumerate(self.speeds or ()))
         slowness = tuple(mean / speeds.get(each, mean) * factors.get(each, 1.0) for each in places)
         model = replace(self.model, num_r_workers=sum(each >= 0 for each in places))

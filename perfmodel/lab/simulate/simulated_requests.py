@@ -45,7 +45,7 @@ class SimulatedRequests:
         """Add ``request`` to the ``scheduler``'s queue. Raise RequestError if the request could never run."""
         sequence_id = len(self._requests)
         most = request.max_tokens or request.output_len
-        output: Any = SimulatedOutput(self._tokens, sequence_id)  # has the scheduler's list operations
+        output: Any = SimulatedOutput(self._tokens, sequence_id)  # behaves like a list of tokens
         sequence = TokenSequence(sequence_id, request.prompt_token_ids, most, output_token_ids=output)
         sequence.may_stop = most > request.output_len
         scheduler.add(sequence)
@@ -95,5 +95,5 @@ class SimulatedRequests:
         return self._tokens.total - before
 
     def give_up(self, cycle: RunningCycle, sequence: TokenSequence) -> None:
-        """Count a request that ends without its tokens."""
+        """Count a request that ends without having all its tokens."""
         self.num_given_up += 1

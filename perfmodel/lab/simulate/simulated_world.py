@@ -26,11 +26,11 @@ NO_ONE = -1
 
 
 class SimulatedWorld:
-    """A ``World`` for the engine's cycle that computes nothing, and returns which sequences sampled without tokens.
-
-    A machine keeps its number. An R-worker that joins takes any vacant place, an index of the scheduler's R-workers. An
-    event during a step takes effect at the step's end. ``next_arrival_seconds``: the next request's arrival, at which
-    waiting ends. ``happened``: events by kind. ``num_ignored``: events of absent workers, and joins of present ones.
+    """A ``World`` for the engine's cycle that computes no tokens. A step returns which sequences it sampled.
+    A machine keeps its number for the whole run. The scheduler's index of an R-worker is its place; an R-worker that
+    joins takes any vacant place. An event during a step takes effect at the step's end. ``next_arrival_seconds``: the
+    next request's arrival, at which waiting ends. ``happened``: number of events by kind. ``num_ignored``: events that
+    could not happen: of absent workers, and joins of present ones.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs the live scheduler against a model of the machine, step by step, in simulated time.
+"""Runs the engine's own scheduler against a model of the machine, step by step, in simulated time.
 
 It also finds how many requests per second a machine sustains: Sarathi-Serve's capacity (section 5.1).
 """
@@ -162,10 +162,9 @@ class Slo:
 
 
 def find_capacity(meets: Callable[[float], bool], first_guess: float, tolerance: float = 0.02) -> float:
-    """Return the highest rate that ``meets``, to a relative ``tolerance`` from below, by doubling and bisection.
-
-    Return 0 if not even a 4096th of ``first_guess`` does. Return infinity if 4096 times as much still does; there are
-    then too few requests for a queue to show.
+    """Return the highest rate for which ``meets`` is true, at most ``tolerance`` (relative) too low.
+    The search doubles or halves ``first_guess``, then bisects. Return 0 if not even a 4096th of ``first_guess`` is
+    sustained. Return infinity if 4096 times ``first_guess`` is; then there are too few requests to form a queue.
     """
     if not first_guess > 0 or not tolerance > 0:
         raise ConfigError(f"a capacity is sought from a rate above 0, not {first_guess!r}")

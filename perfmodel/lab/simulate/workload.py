@@ -60,7 +60,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         if not 1 <= self.median < self.p90 < math.inf:
-            raise ConfigError(f"a median of {self.median:g} and a 90th percentile of {self.p90:g} tokens cannot be")
+            raise ConfigError(f"the median, {self.median:g}, must be from 1 to the 90th percentile, {self.p90:g}")
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Return ``count`` whole lengths of at least 1; int64."""
@@ -151,10 +151,10 @@ def _trace_item(record: dict[str, Any], where: str) -> TraceItem:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """Requests in order of arrival. ``arrivals``: seconds at one request per second, float64 [n]; rates divide them.
-
-    ``own_rate``: recorded requests per second; infinite if all come at once. ``max_tokens``: the limit on every output
-    that the scheduler knows, while outputs stop earlier; None if the scheduler knows the exact lengths.
+    """Requests in order of arrival. ``arrivals``: seconds, float64 [n], if one request arrives per second on average.
+    Other rates divide these seconds. ``own_rate``: recorded requests per second; infinite if all come at once.
+    ``max_tokens``: the limit on every output that the scheduler knows, while outputs stop earlier; None if the
+    scheduler knows the exact lengths.
     """
 
     prompts: Sequence[list[int]]

@@ -57,7 +57,7 @@ class CopyVariant(Variant[ReplicaPlan]):
     name = "replicas"
 
     def figures(self, case: PlanCase) -> ReplicaPlan:
-        """Return both plans and the cost of a loss."""
+        """Return the plans with one and with two copies, and the cost of losing an R-worker."""
         planner, plan = case.planner, case.plan
         two, lacks = None, None
         try:
@@ -101,7 +101,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
-    if case.plan.r_workers_set_by == BY_LIMITS:  # limits set the number, so it may grow
+    if case.plan.r_workers_set_by == BY_LIMITS:  # keep this number, unless copies need more memory
         enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
         planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
@@ -125,7 +125,7 @@ def _recomputed_tokens(case: PlanCase) -> float:
 
 
 def _link_growth(planner: Planner) -> float | None:
-    """Return the growth of the bytes to and from R-workers by second copies; None if these bytes are unknown."""
+    """Return the bytes that second copies add to the link, as a fraction of the other bytes; None if unknown."""
     row_bytes = planner.transport.row_bytes
     return planner.storage.copied_bytes / row_bytes if row_bytes else None
 

@@ -1,4 +1,4 @@
-"""Ranges in a plan: whether sequences are cut over several R-workers, and the tokens of a range, as in the engine."""
+"""Ranges in a plan: whether sequences are cut over several R-workers, and into which ranges, as in the engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from fastdecode.perfmodel.lab.planner import Planner
 @dataclass(frozen=True)
 class RangePlan:
     """The ranges of a plan.
-
     ``kv_shard_tokens``: tokens of a range; None if each sequence is on one R-worker. ``reason``: "time", "memory",
-    "asked for", or "" without ranges. ``s_times``: one R-worker's time to read a sequence, over the S-part's of a step.
-    ``r_worker_tokens``: cached tokens that one R-worker holds; None if unknown.
+    "asked for", or "" without ranges. ``s_times``: time in which one R-worker reads a whole sequence, divided by the
+    time of the S-part in a step. ``r_worker_tokens``: cached tokens that fit on one R-worker; None if unknown.
     """
 
     kv_shard_tokens: int | None
@@ -32,8 +31,8 @@ def check_uncut(kv_shard_tokens: int | None) -> None:
     """Raise ConfigError for ranges of a model with recurrent layers."""
     if kv_shard_tokens:
         raise ConfigError(
-            "kv_shard_tokens: this model keeps a state per sequence, which is that of all its tokens, so no range of "
-            "them has one; leave it out"
+            "kv_shard_tokens: this model keeps a state per sequence; a state covers all tokens of the sequence, "
+            "so that a range has none; leave it out"
         )
 
 
@@ -86,5 +85,5 @@ class RangeVariant(Variant[RangePlan]):
         yield "ranges", f"of {figures.kv_shard_tokens} tokens (--kv-shard-tokens): {why[figures.reason]}"
 
     def s_flags(self, case: PlanCase, figures: RangePlan) -> dict[str, object]:
-        """Return the plan's length of a range; the engine's own choice would not know the plan's figures."""
+        """Return ``--kv-shard-tokens`` with the plan's value; the engine alone might choose another."""
         return {"--kv-shard-tokens": figures.kv_shard_tokens} if figures.kv_shard_tokens else {}

@@ -100,12 +100,11 @@ def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, dr
 
 @dataclass(frozen=True)
 class SpeculationPlan:
-    """The drafts of a plan.
-
-    With ``num_draft_tokens`` per sequence and step, each verification yields ``tokens_per_verification``.
-    ``num_r_workers``, which are ``saved_r_workers`` fewer than without drafts, then give ``output_tokens_per_second``,
-    at least as many as without drafts. ``gain``: the factor by which ``gain_draft_tokens`` drafts raise the tokens per
-    second of the plan's own R-workers.
+    """The effect of drafts on a plan: how many R-workers they save, or how much faster the plan's R-workers get.
+    With ``num_draft_tokens`` per sequence and step, each verification yields ``tokens_per_verification``, and
+    ``num_r_workers`` R-workers give ``output_tokens_per_second``. These are at least the plan's tokens per second, with
+    ``saved_r_workers`` fewer R-workers. With all R-workers of the plan, ``gain_draft_tokens`` drafts multiply its
+    tokens per second by ``gain``.
     """
 
     acceptance_rate: float
@@ -157,8 +156,7 @@ class DraftVariant(Variant[SpeculationPlan]):
 
 
 def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> SpeculationPlan:
-    """Return the fewest R-workers that, with drafts, give the plan's tokens per second, and the fewest such drafts.
-
+    """Return the number of drafts with which the fewest R-workers give the plan's tokens per second, and its effect.
     A verification reads each cache once for all its rows. So the R-part per token falls nearly by the tokens per
     verification, while the S-part has 1 + k rows instead of one.
     """
@@ -171,7 +169,6 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
     wanted = rate(plan.num_r_workers, 0)
 
     def sufficing(drafts: int) -> int:
-        """Return the fewest R-workers that give ``wanted`` tokens per second, at most the plan's own."""
         return 1 + largest(lambda count: rate(count, drafts) < wanted * (1 - 1e-9), plan.num_r_workers - 1)
 
     def needed(drafts: int) -> int:

@@ -12,7 +12,9 @@ from fastdecode.perfmodel.lab.cli.variants.variant import Line, PlanCase, Varian
 
 @dataclass(frozen=True)
 class StatesNeed:
-    """Figures of a plan with states on one side. ``link_bytes_per_token``: of all layers, both directions."""
+    """Figures of a plan with states on R-workers or on the S-worker.
+    ``link_bytes_per_token``: in all layers, both ways.
+    """
 
     num_r_workers: int
     in_flight: int
@@ -81,7 +83,7 @@ class StateVariant(Variant[StatePlan]):
             yield "", "(what would be: an engine runs models with recurrent layers on a CPU alone so far)"
 
     def s_flags(self, case: PlanCase, figures: StatePlan) -> dict[str, object]:
-        """Return the flags of the side, unless it is the engine's default, and of the requested memory."""
+        """Return ``--state-on s`` and the requested ``--state-memory`` if the S-worker keeps states; else no flags."""
         if figures.state_on == "r":
             return {}
         memory = case.args.state_memory

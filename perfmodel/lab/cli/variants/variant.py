@@ -47,7 +47,7 @@ class PlanCase:
     def of(args: argparse.Namespace) -> PlanCase:
         """Read the flags and plan. Raise ConfigError or ProfileError for bad flags, PlanError if there is no plan.
 
-        Among several plans, one within the limits wins, and then the one with most worth.
+        Among several plans, those within the limits win, and among these the one with the highest ``worth``.
         """
         args = with_enough_gpus(args)
         cases: list[PlanCase] = []
@@ -77,8 +77,7 @@ class PlanCase:
         return PlanCase(args, inputs, inputs.planner.plan(size), limits)
 
     def _with_more_r_workers(self) -> PlanCase:
-        """Double the R-workers while that gives clearly more within the limits.
-
+        """Double the R-workers as long as that pays within the limits: see ``_helps``.
         A shorter R-part leaves time for a larger batch; a balanced R-part, as long as the S-part, leaves none.
         """
         best = self
@@ -95,8 +94,7 @@ class PlanCase:
 
     def _with_fewest_r_workers(self) -> PlanCase:
         """Return the plan with the fewest R-workers that serve the same users within the limits at the same speed.
-
-        Doubling overshoots, and R-workers without a sequence only add to the time of a step.
+        Doubling may have added too many, and R-workers without a sequence make each step slower.
         """
         plan, planner = self.plan, self.planner
         # Part of the tokens per second that fewer R-workers must still give
@@ -150,7 +148,9 @@ class PlanCase:
 
 
 def _helps(more: PlanCase, best: PlanCase) -> bool:
-    """Return whether ``more``, with twice the R-workers of ``best``, is clearly nearer to the limits or worth more."""
+    """Return whether twice the R-workers pay, that is, whether ``more`` is clearly better than ``best``.
+    While ``best`` exceeds the limits, steps must get shorter; within the limits, ``worth`` must rise.
+    """
     # Factor by which twice the R-workers must shorten steps that exceed the limits
     step_doubling = 1.1
     if not best.keeps_limits:
@@ -202,7 +202,7 @@ def with_enough_gpus(args: argparse.Namespace) -> argparse.Namespace:
     if args.model and args.gpu and not args.profile:
         shape, gpu = asked_shape(args), one_gpu_or_cpu(args.gpu, bool(args.quantization))
         number = fewest_gpus(shape, gpu) or 1
-        if number > 1:  # several ranks hold unpacked weights
+        if number > 1:  # ranks keep unpacked weights, which need more memory
             number = fewest_gpus(replace(shape, weight_bits=0.0), gpu) or 1
     return argparse.Namespace(**vars(args) | {"tensor_parallel_size": number})
 
@@ -217,7 +217,7 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 
 
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield the flags with each number of mini-batches, and each side for latent absorption and for states."""
+    """Yield the flags with each number of mini-batches, and with latent absorption and states on either side."""
     for number in mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
@@ -246,22 +246,22 @@ def _knows_states_here(args: argparse.Namespace) -> bool:
 
 
 def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield the flags with each side for latent absorption, the S-worker first."""
+    """Yield the flags with latent absorption on the S-worker, then on R-workers if their time for it is known."""
     is_open = args.latent_absorption == "auto"
     yield argparse.Namespace(**vars(args) | ({"latent_absorption": "s"} if is_open else {}))
-    if is_open and _knows_both(args):  # last: the first plan has checked the flags
+    if is_open and _knows_both(args):
         yield argparse.Namespace(**vars(args) | {"latent_absorption": "r"})
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Return whether latent absorption has times on R-workers too, for the named or measured machine."""
+    """Return whether the named or measured machine has times of latent absorption on R-workers too."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
 def _mini_batch_size(args: argparse.Namespace, search: BatchSearch, limits: ServiceLimits) -> int:
-    """Return the requested batch; else the largest within the limits, up to the knee of E(B).
+    """Return the requested mini-batch; else the largest within the limits, up to the knee (see ``BatchSearch.knee``).
 
     If none is within the limits, return the smallest.
     """
