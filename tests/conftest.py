@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ TESTS = Path(__file__).parent
 SHARED = {
     "mpi": {"test_doctor", "test_launch", "test_mpi", "test_mpi_prefill", "test_run_batch"},
     "cores": {"test_calibrate", "test_cli", "test_elastic", "test_recovery", "test_spin", "test_threads"},
+    "sources": {"test_floors", "test_house"},
     "chat_server": {
         "test_http",
         "test_logprobs",
@@ -51,7 +51,8 @@ SHARED = {
     },
 }
 """Modules that share a resource; one process runs them one after another, and before all others.
-These are MPI jobs, whose ranks never sleep, tests that measure or pin cores, and tests that share a server.
+These are MPI jobs, whose ranks never sleep, tests that measure or pin cores, those that parse all sources, and tests
+that share a server.
 """
 
 subprocess.Popen = ForkedPopen  # type: ignore[misc]  # those that the product starts, too
@@ -150,22 +151,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow, besides marked tests: kernel tests of all instruction sets except this CPU's best. With RWORKER_EXTENSION:
     only tests of instruction sets that cannot run otherwise, and `test_emulation`. RWORKER_TESTED names other
     instruction sets to leave out; empty: none. Thorough tests run in ``make test-all``. They include kernel tests of
-    `avx512_vnni` where `avx512_bf16` runs, since these share most kernels. They also include every other case of lower
-    instruction sets, and two in three cases of emulated ones.
+    `avx512_vnni` where `avx512_bf16` runs, since these share most kernels. They also include three in four cases of
+    lower instruction sets, and five in six cases of emulated ones.
     """
     items.sort(key=lambda item: group_of(item.path.stem) not in SHARED)
     native = native_isas()
-    cases, first = Counter[tuple[str, str]](), dict[str, int]()
+    lower: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         isa = isa_of(item)
         if isa is not None and isa != native[-1]:
             item.add_marker("slow")
-            case = (item.nodeid.split("[")[0], isa)
-            cases[case] += 1
-            if (cases[case] + first.setdefault(isa, len(first))) % (2 if isa in native else 3):
-                item.add_marker("thorough")
+            lower.setdefault((isa, item.nodeid.split("[")[0]), []).append(item)
         if isa_of(item) == "avx512_vnni" and "avx512_bf16" in native:
             item.add_marker("thorough")
+    isas = list(dict.fromkeys(isa for isa, _ in lower))
+    for (isa, _), same in lower.items():
+        every = 4 if isa in native else 6
+        first = isas.index(isa) % min(every, len(same))
+        for number, item in enumerate(same):
+            if (number - first) % every:
+                item.add_marker("thorough")
     if not SEES_ALL:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]

@@ -38,9 +38,14 @@ def run(checkout: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
 
 
+WITHOUT_TORCH = "sys.modules['torch'] = None; "
+"""Code that makes importing torch fail at once, which is seconds sooner than the import of the C++ part fails."""
+
+
+@pytest.mark.parametrize("before", [WITHOUT_TORCH, pytest.param("", marks=pytest.mark.thorough)], ids=["early", "late"])
 @pytest.mark.parametrize("name", ["LLM", pytest.param("LLMEngine", marks=pytest.mark.thorough)])
-def test_an_import_says_what_is_wrong(name: str, checkout: Path) -> None:
-    done = run(checkout, f"from fastdecode import {name}")
+def test_an_import_says_what_is_wrong(name: str, before: str, checkout: Path) -> None:
+    done = run(checkout, f"{before}from fastdecode import {name}")
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith(f"ImportError: fastdecode.{name}: Python reads the source folder")
     assert "Run `make` there" in last and f"pip install {checkout}" in last

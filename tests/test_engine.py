@@ -40,6 +40,14 @@ def make_engine(folder: Path, **settings: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(model=str(folder), **{**defaults, **settings}))
 
 
+@pytest.fixture(scope="module")
+def shared_engine(folder: Path) -> Any:
+    """Yield an engine for tests that leave it as it was."""
+    engine = make_engine(folder)
+    yield engine
+    engine.close()
+
+
 @pytest.fixture
 def engine(folder: Path) -> Any:
     """Yield an engine that must hold no block when the test ends."""
@@ -73,13 +81,15 @@ def drain(engine: LLMEngine) -> dict[str, list[int]]:
         (b"abc", "must be text or token ids, not bytes: decode it to text"),
     ],
 )
-def test_bad_prompt_is_refused_and_others_go_on(engine: LLMEngine, prompt: Any, message: str) -> None:
+def test_bad_prompt_is_refused_and_others_go_on(shared_engine: LLMEngine, prompt: Any, message: str) -> None:
     """A bad prompt gives one clear line, and earlier and later requests run."""
+    engine = shared_engine
     engine.add_request("good", [1, 2, 3], GREEDY)
     with pytest.raises(RequestError, match=message) as refusal:
         engine.add_request("bad", prompt, GREEDY)
     assert "\n" not in str(refusal.value)
     assert list(drain(engine)) == ["good"]
+    assert_nothing_held(engine)
 
 
 def test_ids_of_running_requests_are_taken(engine: LLMEngine) -> None:

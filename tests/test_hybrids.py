@@ -64,11 +64,11 @@ def generated(llm: LLM, first: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("model_type", "mini_batches", "budget"),
     [
-        ("qwen3_next", 1, 16),
+        pytest.param("qwen3_next", 1, 16, marks=pytest.mark.thorough),
         ("qwen3_next", 3, 256),
-        ("falcon_h1", 2, 32),
+        pytest.param("falcon_h1", 2, 32, marks=pytest.mark.thorough),  # so below, with drafts
         ("lfm2", 2, 256),
-        ("jamba", 2, 32),
+        pytest.param("jamba", 2, 32, marks=pytest.mark.thorough),
         ("minimax", 3, 16),
         ("recurrent_gemma", 2, 32),
         ("mamba2", 2, 32),
@@ -267,10 +267,12 @@ def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved
     ("model_type", "ending", "settings"),
     [
         ("qwen3_next", "kill", {"r_workers": "spawn:3"}),
-        ("qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}),
+        pytest.param(
+            "qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}, marks=pytest.mark.thorough
+        ),
         ("lfm2", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
         ("minimax", "", {"kv_replicas": 2, "r_workers": "inproc:2"}),
-        ("falcon_h1", "kill", {"r_workers": "spawn:3"}),
+        pytest.param("falcon_h1", "kill", {"r_workers": "spawn:3"}, marks=pytest.mark.thorough),
         ("jamba", "", {}),
     ],
 )
@@ -348,7 +350,7 @@ def test_prefill_workers_are_refused_for_some_layers(widths: tuple[int, ...], me
 @pytest.mark.parametrize(
     ("model_type", "ending", "settings"),
     [
-        ("qwen3_next", "kill", {"r_workers": "spawn:3"}),
+        pytest.param("qwen3_next", "kill", {"r_workers": "spawn:3"}, marks=pytest.mark.thorough),
         ("qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}),
         ("falcon_h1", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
         ("lfm2", "", {}),

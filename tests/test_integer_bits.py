@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import model_zoo
+from helpers.forks import relayed
 from helpers.ports import free_port
 
 from fastdecode import _sworker
@@ -26,9 +27,12 @@ def lines_of(folders: list[Path], ranks: list[dict[str, str]]) -> list[str]:
     port = str(free_port())
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(SCRIPT.parents[1])}
     words = [str(len(ranks)), port, *map(str, folders)]
+    started = [sys.executable, str(SCRIPT)]
+    # A rank without an instruction set of its own may be a fork, which saves the imports
+    forked = relayed([sys.executable, "-c", "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"])
     running = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(index), *words],
+            [*(started if each else [*forked, str(SCRIPT)]), str(index), *words],
             env=environment | each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index, each in enumerate(ranks)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -124,13 +125,26 @@ def complete(server: RunningServer, number: int) -> str:
 
 @contextlib.contextmanager
 def under_load(server: RunningServer, expected: list[str]) -> Iterator[None]:
-    """Send requests before, during and after what happens inside; each must get its expected tokens."""
+    """Send requests before, during and after what happens inside; each must get its expected tokens.
+
+    Each client goes on until the end, so that requests run however slow this machine is.
+    """
+    ended = threading.Event()
+
+    def answers(number: int) -> set[str]:
+        found = {complete(server, number)}
+        while not ended.is_set():
+            found.add(complete(server, number))
+        return found
+
     with ThreadPoolExecutor(len(expected)) as clients:
-        waves = [clients.map(lambda number: complete(server, number), range(len(expected))) for _ in range(2)]
-        until(lambda: metric(server, "num_requests_running") >= 4)
-        yield
-        for wave in waves:
-            assert list(wave) == expected
+        found = [clients.submit(answers, number) for number in range(len(expected))]
+        try:
+            until(lambda: metric(server, "num_requests_running") >= 4)
+            yield
+        finally:
+            ended.set()
+        assert [each.result() for each in found] == [{text} for text in expected]
 
 
 def test_the_service_survives_what_a_cluster_does_to_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -110,15 +111,17 @@ def test_a_message_is_the_chat_s_answer(client: httpx.Client, chat_server: Runni
     ("text", "kinds"),
     [
         (f"<think>\nso\n</think>\n\nI look.{CALL}{CALL}", ["thinking", "text", "tool_use", "tool_use"]),
-        (CALL, ["tool_use"]),
+        pytest.param(CALL, ["tool_use"], marks=pytest.mark.thorough),
         ("I am done", ["text"]),
     ],
 )
 def test_blocks_come_one_after_another(client: httpx.Client, text: str, kinds: list[str]) -> None:
     asked: dict[str, Any] = {"max_tokens": 300, "tools": [LOOK], "structured_outputs": {"choice": [text]}}
-    with client:
-        whole, streamed = ask(client, **asked), added_up(events(client, **asked))
-        alone = ask(client, **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    one_call = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    with client, ThreadPoolExecutor(2) as threads:  # side by side, in the same steps
+        others = [threads.submit(ask, client, **asked, **more) for more in ({}, one_call)]
+        streamed = added_up(events(client, **asked))
+        whole, alone = (each.result() for each in others)
     assert [each["type"] for each in whole["content"]] == kinds
     assert whole["stop_reason"] == streamed["stop_reason"] == ("tool_use" if "tool_use" in kinds else "end_turn")
     for message in (whole, streamed):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import model_zoo, mpi_jobs, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.recorded_texts import greedy_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.parked import Chain
@@ -46,14 +46,7 @@ def turns() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
 
 
 def _generated(prompts: list[list[int]]) -> list[list[int]]:
-    model = model_zoo.build_model("llama-gqa", **POSITIONS)
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=NUM_TOKENS,
-                             max_new_tokens=NUM_TOKENS)  # fmt: skip
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return greedy_texts(model_zoo.build_model("llama-gqa", **POSITIONS), prompts, NUM_TOKENS)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

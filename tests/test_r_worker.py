@@ -229,7 +229,7 @@ def test_a_port_that_is_no_r_worker_is_named(
 ) -> None:
     """Such a port is neither taken for an R-worker with another key nor waited for, though answers may take long."""
     monkeypatch.setattr("fastdecode.cluster.links.zeromq.HANDSHAKE_SECONDS", 0.2)
-    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 0.2 if answer == b"" else PATIENCE_SECONDS)
+    monkeypatch.setattr("fastdecode.cluster.links.tcp.GREETING_SECONDS", 1.0 if answer == b"" else PATIENCE_SECONDS)
     with stranger(answer) as address, pytest.raises(BackendError, match=f"R-worker {address} is lost: {message}"):
         opened(address)
 

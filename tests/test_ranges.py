@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import thinned
+from helpers.recorded_texts import greedy_texts
 from helpers.scheduler_harness import AMPLE, Job, Run
 
 from fastdecode import LLM, SamplingParams
@@ -46,14 +46,7 @@ def prompts() -> list[list[int]]:
 @cache
 def reference() -> list[list[int]]:
     """Return transformers' outputs for the prompts."""
-    model = model_zoo.build_model("llama-gqa", **POSITIONS)
-    found = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=NUM_TOKENS,
-                             max_new_tokens=NUM_TOKENS)  # fmt: skip
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return greedy_texts(model_zoo.build_model("llama-gqa", **POSITIONS), prompts(), NUM_TOKENS)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import openai
@@ -157,9 +158,13 @@ def test_forced_calls_are_items(api: openai.OpenAI, choice: Any) -> None:
     ("text", "kinds"),
     [
         (f"I look. {CALLING}\n{CALLING}", ["message", "function_call", "function_call"]),
-        (f"{CALLING} done", ["function_call", "message"]),
+        pytest.param(f"{CALLING} done", ["function_call", "message"], marks=pytest.mark.thorough),
         ("nothing", ["message"]),
-        (f"<think>\nso\n</think>\n\nI look.{CALLING}", ["reasoning", "message", "function_call"]),
+        pytest.param(
+            f"<think>\nso\n</think>\n\nI look.{CALLING}",
+            ["reasoning", "message", "function_call"],
+            marks=pytest.mark.thorough,
+        ),
         (f"<think>so</think>{CALLING}<think>so</think>", ["reasoning", "function_call", "reasoning"]),
     ],
 )
@@ -167,12 +172,12 @@ def test_calls_in_a_free_text_are_items(api: openai.OpenAI, text: str, kinds: li
     """A forced text has calls, whole and as the package collects a stream."""
     asked: Any = {**GREEDY, "max_output_tokens": 200, "tools": [LOOK], "input": "hi"}
     asked["extra_body"] = {"structured_outputs": {"choice": [text]}}
-    with api:
-        whole: Any = api.responses.create(**asked)
+    with api, ThreadPoolExecutor(2) as threads:  # side by side, in the same steps
+        others = [threads.submit(api.responses.create, **asked, **more) for more in ({}, {"tool_choice": "none"})]
         with api.responses.stream(**asked) as stream:
             events = list(stream)
             same: Any = stream.get_final_response()
-        as_text = api.responses.create(**asked, tool_choice="none")
+        whole, as_text = (each.result() for each in others)
     assert [each.type for each in whole.output] == [each.type for each in same.output] == kinds
     thoughts = [each for each in (*whole.output, *same.output) if each.type == "reasoning"]
     assert all(each.content[0].text == "so" and each.content[0].type == "reasoning_text" for each in thoughts)

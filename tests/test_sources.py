@@ -117,7 +117,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+# "ranges of processes" has these ranges, and copies of them
+@pytest.mark.parametrize("way", [pytest.param("ranges", marks=pytest.mark.thorough), *list(WAYS)[1:]])
 def test_sources_do_not_depend_on_the_way(way: str, llama: tuple[Any, Path]) -> None:
     """Ranges, copies, prompts on the S-worker, and drafts (some accepted) give the same sources."""
     model, folder = llama

@@ -93,7 +93,7 @@ def run_until_killed(llm: LLM, after: int = 20) -> list[list[int]]:
     [
         ("qwen3_next", {"max_num_batched_tokens": 16}),
         ("falcon_h1", {"r_workers": "inproc:3", "num_mini_batches": 3, "max_num_batched_tokens": 32}),
-        ("jamba", {"r_workers": "spawn:2", "num_mini_batches": 2}),
+        pytest.param("jamba", {"r_workers": "spawn:2", "num_mini_batches": 2}, marks=pytest.mark.thorough),
         pytest.param("kimi_linear", {"r_workers": "inproc:2", "num_mini_batches": 2}, marks=pytest.mark.thorough),
         pytest.param("nemotron_h", {"r_workers": "spawn:1"}, marks=pytest.mark.thorough),
         pytest.param("lfm2", {"r_workers": "spawn:3", "num_mini_batches": 2}, marks=pytest.mark.thorough),

@@ -165,15 +165,17 @@ def test_samples_and_later_prompts_go_on_from_the_first_range(saved: Any) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("state_on", ["r", "s"])
 def test_what_made_room_is_computed_again(state_on: str, saved: Any) -> None:
-    """R-workers have too few blocks for all prompts and outputs; the scheduler counts each range's state."""
-    folder, expected = saved("falcon_h1")
+    """Each of two R-workers has a prompt, and one block too few for the state and the first token of a second range."""
+    folder, _ = saved("falcon_h1")
+    prompts = [PROMPTS[0][:500], PROMPTS[1]]
     with make_llm(folder, state_on=state_on) as llm:
         limits = llm.engine.scheduler.limits
         block_bytes = (32 << 20) // limits.num_blocks[0]
-    num_blocks = 3 * limits.state_blocks + 1100 // 16
+        expected = generated(llm, prompts)
+    num_blocks = 2 * limits.state_blocks + RANGE // 16
     settings = {"kv_cache_memory": str(num_blocks * block_bytes), "schedule": "stall-free", "r_workers": "inproc:2"}
-    with make_llm(folder, state_on=state_on, **settings) as llm:
-        assert generated(llm) == expected
+    with make_llm(folder, state_on=state_on, max_model_len=528, **settings) as llm:
+        assert generated(llm, prompts) == expected
         assert llm.engine.scheduler.lifecycle.num_preemptions > 0
 
 

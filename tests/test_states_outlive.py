@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import r_workers
+from helpers.forks import relayed
 from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode.cluster.pool.state_files import StateFiles
@@ -67,7 +68,7 @@ def _run(settings: dict[str, Any], kill_at: int) -> list[Any] | None:
     Return None if it was killed after ``kill_at`` steps.
     """
     told = {"settings": settings, "prompts": random_prompts(LENGTHS), "num_tokens": NUM_TOKENS, "kill_at": kill_at}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(told)]
+    command = relayed([sys.executable, "-c", PROGRAM, json.dumps(told)])
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     if kill_at:

@@ -327,7 +327,7 @@ def test_references_of_a_schema_are_its_own(chat_server: RunningServer, schema: 
         functions.append({"name": "other", "parameters": other})
     body = {
         "messages": MESSAGES, "temperature": 1, "seed": 3, "max_tokens": 200, "tool_choice": choice,
-        "tools": [{"type": "function", "function": each} for each in functions],
+        "parallel_tool_calls": False, "tools": [{"type": "function", "function": each} for each in functions],
     }  # fmt: skip
     status, answer = chat_server.request("/v1/chat/completions", body)
     assert status == 200, answer

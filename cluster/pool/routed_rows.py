@@ -54,7 +54,8 @@ class RoutedRows:
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
         self.layer: int | None = None
         self._layout, self._routes = layout, routes
-        self._busy = [_busy(routes.of(caches_rows)) for caches_rows in (False, True)]
+        self._of_kind = (routes.recurrent or routes.workers, routes.workers)
+        self._busy = [_busy(each) for each in self._of_kind]
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
         self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
@@ -132,7 +133,7 @@ class RoutedRows:
     def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
         """Return o and the busy R-workers' shares, for layers of ``form``."""
         o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
-        routes = self._routes.of(form.caches_rows)
+        routes = self._of_kind[form.caches_rows]
         for worker in self.busy:
             route = routes[worker]
             partials = np.empty((route.num_partials, *form.partials), np.float32) if route.num_partials else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from typing import Any, ClassVar, TypeVar, overload
 
 from fastdecode.core.weighing import AttentionSource
@@ -43,8 +44,12 @@ class Grown(Sequence[Item]):
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
         """Return one item, or a tuple of the items of a slice."""
         if isinstance(index, slice):
-            return tuple(self._items[place] for place in range(*index.indices(self._count)))
+            return tuple(self._items[: self._count][index])
         return self._items[range(self._count)[index]]
+
+    def __iter__(self) -> Iterator[Item]:
+        """Iterate over the items of the view, several times faster than by index."""
+        return islice(self._items, self._count)
 
 
 class _Snapshot:

@@ -80,7 +80,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 def _groups(controller: str) -> Iterator[tuple[Path, str]]:
     """Yield each cgroup hierarchy that may limit ``controller``: its mount point, and this process's path in it."""
-    paths = {"": ""}  # keys: the controllers of cgroup version 1; "" for version 2
+    paths = {"": ""}  # Paths by the controllers of cgroup version 1; the key "" is version 2
     for line in _read(PROCESS / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -42,7 +42,7 @@ def key_bytes(dim: int, kv_dtype: str) -> int:
     """Return the bytes of one token's keys of ``dim`` elements in one head.
     With int4, keys have a fifth bit per element, since rounding harms them more than values.
     """
-    # Elements whose fifth bits share a word of 4 bytes
+    # Elements of an int4 key whose fifth bits share a word of 4 bytes
     int4_fifth_bit_dims = 32
     fifth_bits = 4 * -(-dim // int4_fifth_bit_dims) if kv_dtype == "int4" else 0
     return row_bytes(dim, kv_dtype) + fifth_bits

@@ -90,7 +90,7 @@ def interrupts_deferred() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, Any]] = []
-    # signal.signal takes twenty times as long, since it looks up an enum name for each handler
+    # Python's `signal.signal` takes twenty times as long, since it looks up an enum name for each handler
     handler = _signal.signal(_signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield

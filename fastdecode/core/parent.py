@@ -25,7 +25,7 @@ def die_with(parent: int) -> None:
     except ProcessLookupError:
         watched = -1
     if watched < 0 or os.getppid() != parent:
-        raise BackendError(f"the S-worker, process {parent}, is gone already")
+        raise BackendError(f"the S-worker, process {parent}, has ended already")
     threading.Thread(target=_die_after, args=(watched,), name="parent", daemon=True).start()
 
 

@@ -69,7 +69,7 @@ class Chain(NamedTuple):
 
     @staticmethod
     def of(block_hashes: Sequence[bytes], block_size: int, rest: Sequence[int] = ()) -> Chain:
-        """Return the chain for blocks with ``block_hashes``, followed by the tokens ``rest``."""
+        """Return the description of a parked prefix: blocks with ``block_hashes``, then the tokens ``rest``."""
         step = PIECE_TOKENS // block_size
         marks = [*block_hashes[step - 1 :: step], *(block_hashes[-1:] if len(block_hashes) % step else ())]
         if rest:
@@ -83,7 +83,7 @@ class Chain(NamedTuple):
 
     @property
     def name(self) -> bytes:
-        """The chain's name: the hash of all its tokens."""
+        """The parked prefix's name: the hash of all its tokens."""
         return self.marks[-1]
 
 
@@ -98,7 +98,7 @@ class Progress(IntEnum):
 class Parked(NamedTuple):
     """An R-worker's answer to a request to park or load a prefix.
     ``num_tokens``: tokens parked or loaded until now. ``num_bytes``: bytes of all prefixes on the R-worker's disk.
-    ``dropped``: names of the chains that it deleted to make space.
+    ``dropped``: names of parked prefixes that it deleted to make space.
     """
 
     progress: Progress
@@ -115,18 +115,18 @@ class Parks(Protocol):
 
     def chains(self, worker: int, model: str) -> list[Chain]:
         """Let R-worker ``worker`` park for the model identified by ``model``.
-        Return the chains of this model on its disk, least recently used first.
+        Return the prefixes of this model that are parked on its disk, least recently used first.
         """
 
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes] = (), patience_ms: int = 2
     ) -> Parked:
-        """Write the blocks of ``sequence_id`` to the R-worker's disk as ``chain``; delete the ``superseded`` chains.
-        With recurrent layers, the chain is the whole sequence, and the states at its end are written too.
+        """Write the blocks of ``sequence_id`` to the R-worker's disk as ``chain``; delete the ``superseded`` ones.
+        With recurrent layers, the whole sequence is written, with the states at its end.
         """
 
     def wake(self, worker: int, sequence_id: int, num_blocks: int, name: bytes, patience_ms: int = 2) -> Parked:
-        """Load the first ``num_blocks`` blocks of chain ``name`` as a new sequence ``sequence_id``.
-        These blocks must end where a piece ends. A chain with recurrent states is loaded whole, with its ``rest``. If
+        """Load the first ``num_blocks`` blocks of the parked prefix ``name`` as a new sequence ``sequence_id``.
+        These blocks must end where a piece ends. A prefix with recurrent states is loaded whole, with its ``rest``. If
         the answer is FAILED, the caller must release the tokens that were loaded before.
         """

@@ -137,7 +137,7 @@ def choose_range_tokens(
     if len(num_blocks) == 1 or least is None:
         return None
     fits_one = -(-longest // block_size) <= min(num_blocks)
-    range_tokens = max(4096, least)  # the shortest length to choose, unless segments must be shorter to fit
+    range_tokens = max(4096, least)  # shortest segment to choose, unless only shorter ones fit
     while range_tokens < (longest if balanced_kv_tokens is None else balanced_kv_tokens):
         range_tokens *= 2
     if fits_one:

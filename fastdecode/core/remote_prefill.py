@@ -64,13 +64,13 @@ class RemotePrefill:
         for each in (*self.stores, *self.prefix):
             place = each.r_worker, each.cache_id
             if places.setdefault(each.ticket, place) != place:
-                raise ValueError(f"job {self.job_id}: two of its stores have ticket {each.ticket}")
+                raise ValueError(f"job {self.job_id}: ticket {each.ticket} stands for two places")
         if len({each.ticket for each in self.stores}) < len(self.stores):
-            raise ValueError(f"job {self.job_id}: a place stores two ranges of it")
+            raise ValueError(f"job {self.job_id}: two of its stores have the same ticket")
         if _covered(self.prefix, 0) != self.context_len:
-            raise ValueError(f"job {self.job_id}: a prefix of {self.context_len} tokens is at {self.prefix}")
+            raise ValueError(f"job {self.job_id}: its prefix of {self.context_len} tokens differs from {self.prefix}")
         if _covered(self.stores, self.context_len) < self.parts[-1].end:
-            raise ValueError(f"job {self.job_id}: {self.stores} have not all {self.parts[-1].end} tokens")
+            raise ValueError(f"job {self.job_id}: {self.stores} do not cover its {self.parts[-1].end} tokens")
 
     @property
     def context_len(self) -> int:

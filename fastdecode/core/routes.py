@@ -94,7 +94,7 @@ def _own_spans(chunks: np.ndarray) -> np.ndarray:
     spans = np.empty(len(chunks), dtype=SPAN)
     spans["sequence_id"], spans["num_rows"] = chunks["cache_id"], chunks["num_rows"]
     spans["context_len"] = chunks["context_len"] - chunks["base"]
-    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # APPEND, ATTEND or PARTIAL
+    spans["mode"] = chunks["attends"] * (1 + (chunks["base"] > 0))  # 0, 1 or 2: SpanMode's APPEND, ATTEND or PARTIAL
     return spans
 
 

@@ -155,10 +155,6 @@ class MiniBatchRoutes:
     merge: Merge = NO_MERGE
     recurrent: tuple[Route, ...] = ()
 
-    def of(self, caches_rows: bool) -> tuple[Route, ...]:
-        """Return the routes in layers that cache rows, or in recurrent layers if ``caches_rows`` is False."""
-        return self.workers if caches_rows else self.recurrent or self.workers
-
 
 class Handover(NamedTuple):
     """A recurrent state to copy before a step: a new segment begins from the state at the end of the previous one.

@@ -213,9 +213,7 @@ class Cycle(Generic[T]):
         return spoilt
 
     def _record(self, step: ScheduledStep, report: StepReport, num_output_tokens: int) -> None:
-        """Record the step.
-        The record includes the companions' seconds. The scheduler learns step times without them.
-        """
+        """Record the step, with the companions' seconds, which the step times for the scheduler leave out."""
         report = replace(report, lost=self._lost) if self._lost else report
         record = self.world.record(step, report, num_output_tokens, self.scheduler.store.pool)
         self._lost = ()

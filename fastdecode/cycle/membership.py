@@ -79,9 +79,7 @@ class Membership(Companion):
         return self._names.get(worker) or str(worker)
 
     def _move_until(self, cycle: Cycle, deadline: float) -> None:
-        """Move sequences until ``deadline`` in the world's seconds, at least one if the scheduler asks for it.
-        If an R-worker is lost meanwhile, the scheduler is asked for other moves.
-        """
+        """Move sequences until ``deadline`` in the world's seconds, at least one; after a loss, seek other moves."""
         scheduler = cycle.scheduler
         while transfer := scheduler.transfers.begin_next():
             if scheduler.store.workers.has_controls:
@@ -93,7 +91,7 @@ class Membership(Companion):
             except WorkerLostError:
                 return  # the next step reports the loss
             scheduler.transfers.done(transfer, seconds)
-            # a transfer is copied in pieces, one per pass
+            # A transfer is copied in pieces, one in each pass of this loop
             ends = not scheduler.transfers.stands(transfer)
             self.changes.moved += transfer.is_move and ends
             self.changes.doubled += not transfer.is_move and ends

@@ -55,7 +55,7 @@ class Parking(Companion):
         self.rests = all(each.park_after is None for each in r_workers)
 
     def joined(self, worker: int) -> None:
-        """Stop resting if R-worker ``worker`` has a disk for prefixes."""
+        """Set ``rests`` to False if R-worker ``worker`` has a disk for prefixes."""
         if self._r_workers[worker].park_after is not None:
             self.rests = False
 
@@ -250,5 +250,5 @@ class Parking(Companion):
         disk.waking = disk.parking = None
         while disk.wishes:
             if is_gone:
-                self._looked.discard(disk.wishes[0].sequence_id)  # another disk may also have the prefix
+                self._looked.discard(disk.wishes[0].sequence_id)  # another R-worker's disk may have the prefix
             scheduler.queue.come_back(disk.wishes.popleft())

@@ -66,7 +66,7 @@ class Attending(LayerKind, frozen=True):
 
     @property
     def partial_shape(self) -> Shape:
-        """(Query heads, 2 + output_dim): each head has its largest score, the sum of its weights, and o, as float32."""
+        """(Query heads, 2 + output_dim): each head's largest score, sum of softmax weights, and o, in float32."""
         return self.num_heads, 2 + self.output_dim
 
     @property

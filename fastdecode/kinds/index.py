@@ -14,12 +14,13 @@ from fastdecode.kinds.kind import MAX_PICK_BLOCK, HeadDim, Heads, LayerKind, Num
 class Index(LayerKind, frozen=True, tag="index"):
     """A layer that picks the tokens that later layers see. It caches index keys, one head per token.
 
-    A layer that follows these picks names this layer in ``picked_by``. Values of o have no meaning here. A query picks
-    at most ``picks`` tokens, those with the largest sum over heads of relu(scale · q · k) · weight. Each head's weight
-    is a float32 in two more elements of q. With ``pick_block``, head i instead picks ``picks`` blocks of ``pick_block``
-    tokens for KV head i: first the last ``pick_local`` blocks, then those with the largest q · k. If a sequence is
-    cached in ranges, each R-worker answers with the scores of its best tokens or blocks. Before the next layer, the
-    S-worker tells each R-worker how many of these are picked (``PoolWorker.share``).
+    A later layer whose ``picked_by`` names this layer attends only to the picked tokens. This layer's own o has no
+    meaning. A query picks at most ``picks`` tokens: those with the largest sum over heads of relu(scale · q · k) ·
+    weight. Each head's weight is a float32, sent in two more elements of q. With ``pick_block``, head i instead picks
+    ``picks`` blocks of ``pick_block`` tokens for KV head i: the last ``pick_local`` blocks, and those with the largest
+    q · k. If a sequence is cached in ranges, each R-worker answers with the scores of its best tokens or blocks. Before
+    the next layer, the S-worker tells each R-worker how many of its own tokens or blocks are picked
+    (``PoolWorker.share``).
     """
 
     kind = "index"
@@ -37,7 +38,7 @@ class Index(LayerKind, frozen=True, tag="index"):
     pick_local: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
+        force_setattr(self, "scale", float(self.scale))  # Layouts are compared as JSON text, in which 1 and 1.0 differ
 
     @property
     def query_dim(self) -> int:
@@ -50,7 +51,7 @@ class Index(LayerKind, frozen=True, tag="index"):
 
     @property
     def partial_shape(self) -> Shape:
-        """(Heads that pick separately, elements): each head's ranked scores, best first, as the bits of uint32."""
+        """(Heads that pick separately, elements): each head's scores, best first; a score is the bits of a uint32."""
         return (self.num_heads if self.pick_block else 1), self.picks
 
     @property

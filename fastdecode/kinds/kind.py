@@ -80,11 +80,11 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reads(self) -> int:
-        """Index of the earlier index layer that picks the tokens this layer's queries see; -1 if they see all."""
+        """Number of the earlier ``Index`` layer that picks the tokens this layer's queries see; -1 if they see all."""
         return -1
 
     def reading(self, index: int) -> Self:
-        """Return a copy of this layer whose queries see only the picks of layer ``index``, if it supports that."""
+        """Return a copy whose queries see only tokens that layer ``index`` picks; by default, this layer itself."""
         return self
 
     @property
@@ -137,7 +137,7 @@ class LayerKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return f"{type(self).__name__}({known})"
 
     def rewinds(self, num_rows: int) -> bool:
-        """Return whether the last ``num_rows`` tokens that a step wrote can be removed from a sequence again."""
+        """Return whether a sequence can drop the last ``num_rows`` tokens of a step, such as rejected draft tokens."""
         return True
 
     def cannot(self, way: Way) -> str | None:

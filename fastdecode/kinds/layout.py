@@ -47,7 +47,7 @@ class KVLayout:
 
     @property
     def absorbed(self) -> KVLayout:
-        """The same layout for a sender that absorbs queries itself, as prefill workers do."""
+        """A copy of the layout for a sender that absorbs queries itself (MLA), as prefill workers do."""
         return replace(self, layers=tuple(layer.absorbed() for layer in self.layers), weights={})
 
     @property
@@ -106,7 +106,7 @@ class KVLayout:
         return next((reason for layer in self.layers if (reason := layer.cannot_lie_in(block_size))), None)
 
     def rewinds(self, num_rows: int) -> bool:
-        """Return whether the last ``num_rows`` tokens that a step wrote can be removed from a sequence again."""
+        """Return whether a sequence can drop the last ``num_rows`` tokens of a step, such as rejected draft tokens."""
         return all(layer.rewinds(num_rows) for layer in self.layers)
 
     def sequence_bytes(self, layer: int) -> int:
@@ -152,8 +152,8 @@ class KVLayout:
     def room_bytes_per_token(self) -> int:
         """Bytes of a cache block, divided by its number of tokens.
 
-        A model of recurrent layers alone caches no rows: its blocks hold states, and this is the bytes of one state
-        row.
+        If all layers are recurrent, no rows are cached and blocks hold states. Then this is the bytes of one row of a
+        state.
         """
         return self.kv_bytes_per_token or self._state_row_bytes
 

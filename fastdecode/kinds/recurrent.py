@@ -11,12 +11,11 @@ from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
 
 KEEPS = "this model keeps a state per sequence"
-BESIDE = f"{KEEPS} beside its cache"
 RANGES = "this model keeps a state per range (kv_shard_tokens)"
 HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
-    "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
+    "tsp": f"{KEEPS} beside its cache: prefill workers pass it from part to part, as kvr does; leave it out",
     "states in ranges, ranks": f"{RANGES}, and ranks do not copy it; leave one of them out",
     "states in ranges, sessions": f"{RANGES}, and the next S-worker adopts only one; leave one of them out",
     "states in ranges, parking": f"{RANGES}, and disks keep one per prefix; leave one of them out",
@@ -29,7 +28,7 @@ CANNOT: dict[Way, str] = {
     "and it has no port for them; give state_on r, or leave it out",
     "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
     "states there, memory here": "this memory is for states that the S-worker keeps (state_on s); leave it out",
-    "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
+    "scratch": f"{KEEPS} beside its cache: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """The reason for each engine feature that recurrent states do not support."""
 
@@ -37,15 +36,15 @@ CANNOT: dict[Way, str] = {
 class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     """A recurrent layer. rworker/state_spec.hpp says how R-workers advance its state by a row.
 
-    ``recurrence``: gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear recurrence per
-    channel. ``groups``: groups of heads, each with common queries and keys of ``key_dim`` (a "window" has 0 and 0, an
-    "lru" 0 and 1). ``taps``: tokens that the convolution before the recurrence sees. ``decays``: per head, 1 or
-    ``key_dim``. ``silu``: whether SiLU follows the convolution. ``norm``: whether queries and keys are scaled to length
-    1. ``row_elements``: elements of a payload row in the model's dtype; a float32 takes two of 16 bits. ``filters``,
-    ``bias``, ``skip``, ``factors``: arrays of float32 as bytes, or empty: [taps, channels], [channels], [heads],
-    [key_dim, heads, value_dim] (only "selective"). ``kept_rows``: most rows of a step that TRUNCATE can take back;
-    ``keeps_single``: also a step's only row. ``dtype``: of the matrices, rounded after each token; convolutions keep
-    float32.
+    ``recurrence``: in this order, gated delta rule, Mamba-2's scan, a convolution alone, Mamba-1's scan, or a linear
+    recurrence per channel. ``groups``: groups of heads with common queries and keys of ``key_dim``; both are 0 for
+    "window", and 0 and 1 for "lru". ``taps``: tokens that the convolution before the recurrence sees. ``decays``: decay
+    factors per head, 1 or ``key_dim``. ``silu``: whether SiLU follows the convolution. ``norm``: whether queries and
+    keys are scaled to length 1. ``row_elements``: elements of a payload row in the model's dtype; a float32 takes two
+    of 16 bits. ``filters``, ``bias``, ``skip``, ``factors``: arrays of float32 as bytes, or empty: [taps, channels],
+    [channels], [heads], [key_dim, heads, value_dim] (only "selective"). ``kept_rows``: most rows of a step that
+    TRUNCATE can take back; ``keeps_single``: also a step's only row. ``dtype``: dtype of the state's matrices, rounded
+    after each token; convolutions keep float32.
     """
 
     kind = "recurrent"
@@ -72,16 +71,16 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
     keeps_single: bool = False
 
     def __post_init__(self) -> None:
-        force_setattr(self, "scale", float(self.scale))  # compared as text, where 1 and 1.0 differ
+        force_setattr(self, "scale", float(self.scale))  # Layouts are compared as JSON text, in which 1 and 1.0 differ
 
     @property
     def row_shapes(self) -> tuple[Shape, Shape, Shape, Shape]:
-        """See :class:`LayerKind`. A token's inputs to the recurrence are sent in place of k; q and v are empty."""
+        """See :class:`LayerKind`. The inputs of the recurrence for one token take the place of k; q and v are empty."""
         return (1, 0), (1, self.row_elements), (1, 0), (self.num_heads, self.value_head_dim)
 
     @property
     def partial_shape(self) -> Shape:
-        """A placeholder shape: a recurrent layer answers each row in full, also for a sequence in ranges."""
+        """A placeholder, never used: a recurrent layer answers each row in full, also for a sequence in ranges."""
         return self.num_heads, 2 + self.value_head_dim
 
     @property

@@ -60,7 +60,7 @@ class Members:
     def lost(self, worker: int) -> list[TokenSequence]:
         """Handle the loss of R-worker ``worker``; return the waiting sequences that no other R-worker could ever hold.
         A sequence with a second copy continues from that copy. If a sequence has several segments, only the lost ones
-        are recomputed, at once if there are blocks. All other sequences are queued by age, to be recomputed. The
+        are recomputed, at once if enough blocks are free. All other sequences are queued by age, to be recomputed. The
         returned sequences are dropped.
         """
         self._transfers.lost()

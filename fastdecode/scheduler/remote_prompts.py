@@ -14,7 +14,7 @@ from fastdecode.scheduler.store.store import Store
 
 
 class RemotePrompts:
-    """The sequences whose prompts prefill workers compute. Each has a seat and blocks, but no rows in any step.
+    """The sequences whose prompts prefill workers compute. They count as running and have blocks, but no rows in steps.
     ``policy`` chooses these sequences; None if there are no prefill workers.
     """
 

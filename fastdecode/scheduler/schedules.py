@@ -60,11 +60,11 @@ class Limits:
     the S-worker can hold. ``num_blocks``, ``bandwidths``: KV blocks of each R-worker, and its initial speed in any
     unit. ``kv_load_limit``: KV tokens attended per step over all R-workers; None while unknown.
     ``micro_batch_interval``: steps between micro-batches; None for a 32nd of an output. ``balanced_kv_tokens``: the KV
-    tokens that an R-worker of mean speed attends in S time, if known beforehand; they imply a load limit.
-    ``idle_s_share``: S time of an almost empty step divided by that of a full step. ``seconds_per_moved_token``:
-    initial price of moving a cached token; infinite forbids moves for balance. ``hosts``: the machine of each R-worker
-    by any unique name; empty if unknown. ``state_blocks``: blocks per sequence for a hybrid model's recurrent states.
-    If the S-worker keeps the states, ``state_blocks`` is 1. ``kept_states``: most states kept for prefixes.
+    tokens that an R-worker of mean speed attends while the S-worker computes a step, if known; they imply a load limit.
+    ``idle_s_share``: the S-worker's time for an almost empty step divided by that for a full one.
+    ``seconds_per_moved_token``: initial price of moving a cached token; infinite forbids moves for balance. ``hosts``:
+    the machine of each R-worker by any unique name; empty if unknown. ``state_blocks``: blocks per sequence for a
+    hybrid model's recurrent states; 1 if the S-worker keeps the states. ``kept_states``: most states kept for prefixes.
     ``state_worth_blocks``: how many blocks of tokens take the memory of one state.
     """
 

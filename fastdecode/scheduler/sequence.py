@@ -62,12 +62,12 @@ class TokenSequence:
 
     @property
     def closed(self) -> list[Segment]:
-        """The full segments before the tail."""
+        """The full segments before the one to which tokens are appended."""
         return self.segments[: self.num_closed]
 
     @property
     def ahead(self) -> list[Segment]:
-        """The segments after the tail."""
+        """The segments after the one to which tokens are appended."""
         return self.segments[self.num_closed + 1 :]
 
     @property
@@ -77,7 +77,7 @@ class TokenSequence:
 
     @property
     def worker(self) -> int:
-        """The index of the tail's home R-worker; -1 if the sequence has no cache."""
+        """The index of the R-worker on which tokens are appended; -1 if the sequence has no cache."""
         return -1 if self.table is None else int(self.table.homes[self.row])
 
     @property

@@ -39,7 +39,7 @@ class RWorkerSnapshot:
 class SegmentSnapshot:
     """A segment: ``num_tokens`` tokens of a sequence from token ``start``, known to R-workers as ``cache_id``.
 
-    ``workers``: R-workers with a copy of ``num_blocks`` blocks, the home first; empty for a lost segment.
+    ``workers``: R-workers with a copy of ``num_blocks`` blocks, the first copy's first; empty for a lost segment.
     """
 
     cache_id: int

@@ -36,7 +36,7 @@ class Transfers:
         that must leave a draining R-worker, but find no free blocks, are preempted.
         """
         for transfer in [each for each in self._store.transfers if each.is_move]:
-            # a move takes one piece, so it would be finished if it had been carried out
+            # a move takes one piece, so a move that is still listed was not carried out
             self._store.transfers.drop(transfer)
         if self.copies:
             self._lifecycle.carry_out(self.copies.leave_draining())

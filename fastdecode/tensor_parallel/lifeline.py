@@ -40,7 +40,7 @@ class Lifelines:
 
     def describe(self, error: Exception | None = None) -> str:
         """Return a message that names the ranks whose connections have closed."""
-        # Most seconds between an error of torch.distributed and the closing of the lost rank's connection
+        # After an error of torch.distributed, wait at most so many seconds until the lost rank's connection closes too
         naming_seconds = 1.0
         deadline = time.monotonic() + naming_seconds
         while not self.lost and time.monotonic() < deadline:

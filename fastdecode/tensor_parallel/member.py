@@ -1,4 +1,4 @@
-"""Operations that all ranks run between layers: each on its own R-workers; then the ranks compare results."""
+"""Operations of all ranks between layers: each rank acts on its own R-workers, then all compare their results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class Member:
         return [_logical(infos, held) for infos, held in zip(several, self._level(several), strict=True)]
 
     def reserve(self, plan: StepPlan) -> None:
-        """Send the controls of ``plan`` to the R-workers of all ranks. Only rank 0's R-workers stay in the step."""
+        """Send the controls of ``plan`` to the R-workers of all ranks.
+
+        Only rank 0's R-workers continue the step: the other ranks abandon it.
+        """
 
         def begin() -> dict[str, Any]:
             self.pool.begin_step(plan)
@@ -103,7 +106,7 @@ class Member:
         return report
 
     def weigh(self, rows: Sequence[WeighedRow], queries: Queries) -> list[np.ndarray | None]:
-        """Return each row's block weights, the mean over all ranks' heads; None if a rank could not weigh the row."""
+        """Return each row's attention weight per cache block, averaged over all ranks' heads; None if a rank failed."""
 
         def weigh() -> Message:
             found = self.pool.weigh(rows, queries)

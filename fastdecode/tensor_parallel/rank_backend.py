@@ -28,8 +28,8 @@ Controls = tuple[tuple[tuple[int, int, int, int], ...], ...]
 class TensorParallelBackend:
     """An ``AttentionBackend`` over logical R-workers, each made of one R-worker per rank.
 
-    Each step goes to the other ranks in one message: before its layers (``lead``), or at its end if it computes none.
-    Controls that reserve blocks go at once, since prefill workers fill these blocks next.
+    Each step goes to the other ranks in one message: before its layers (``lead``), or at its end if the step computes
+    no layers. Controls that reserve blocks go at once, since prefill workers fill these blocks next.
     """
 
     def __init__(self, member: Member, lifelines: Lifelines) -> None:
@@ -42,7 +42,6 @@ class TensorParallelBackend:
 
     @property
     def pool(self) -> Group:
-        """This rank's own R-workers."""
         return self._member.pool
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:

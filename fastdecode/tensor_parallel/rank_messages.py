@@ -35,7 +35,6 @@ class Message:
     arrays: Sequence[np.ndarray] = ()
 
     def encode(self) -> bytes:
-        """Return the message as bytes."""
         arrays = [(NAMES[array.dtype], array.shape) for array in self.arrays]
         header = json.dumps({"kind": self.kind, "told": self.told, "arrays": arrays}).encode()
         parts = [len(header).to_bytes(HEADER_LENGTH_BYTES, "little"), header]
@@ -72,7 +71,6 @@ def step_message(
 
 
 def read_step(message: Message) -> ScheduledStep:
-    """Return the step that ``step_message`` put into ``message``."""
     num_workers = message.told["num_workers"]
     controls = tuple(tuple(map(tuple, array.tolist())) for array in message.arrays[:num_workers])
     num_mini_batches = (len(message.arrays) - num_workers - message.told["num_taps"]) // 3
@@ -87,7 +85,6 @@ def weigh_message(rows: Sequence[WeighedRow]) -> Message:
 
 
 def read_rows(message: Message) -> list[WeighedRow]:
-    """Return the rows that ``weigh_message`` put into ``message``."""
     rows = message.told["rows"]
     return [
         WeighedRow(

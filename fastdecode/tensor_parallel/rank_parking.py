@@ -30,7 +30,7 @@ class MemberParks:
         self._mine: dict[int, tuple[tuple[str, int, bytes], Parked]] = {}
 
     def chains(self, worker: int, model: str) -> list[Chain]:
-        """See ``Parks.chains``. Return the chains whose files all ranks have."""
+        """See ``Parks.chains``. Return the parked prefixes whose files all ranks have."""
         rank = self._member.rank
         part = f"{model}, rank {rank.index} of {rank.size}"
         answers = self._member.compare(lambda: {"chains": [_told(each) for each in self._own.chains(worker, part)]})
@@ -40,7 +40,6 @@ class MemberParks:
     def park(
         self, worker: int, sequence_id: int, chain: Chain, superseded: Sequence[bytes], patience_ms: int
     ) -> Parked:
-        """See ``Parks.park``."""
         asked = "park", sequence_id, chain.name
 
         def ask(before: Parked) -> Parked:
@@ -75,8 +74,8 @@ class MemberParks:
     ) -> tuple[Parked, Parked]:
         """Return (the combined answer of all ranks to a request, this rank's own answer).
 
-        ``asked`` identifies the request: "park" or "wake", the sequence's id, the chain's name. ``ask`` repeats it to
-        this rank's R-worker, given its previous answer, unless the R-worker has finished.
+        ``asked`` identifies the request: "park" or "wake", the sequence's id, the parked prefix's name. ``ask`` repeats
+        it to this rank's R-worker, given its previous answer, unless the R-worker has finished.
         """
         known = self._mine.pop(worker, None)
         mine = known[1] if known and known[0] == asked else Parked(Progress.UNDER_WAY)
@@ -102,7 +101,7 @@ class MemberParks:
 
 
 class Tells(Protocol):
-    """Sends messages to all other ranks, and detects lost ranks (``TensorParallelBackend``)."""
+    """An object that sends messages to all other ranks and detects lost ranks, such as ``TensorParallelBackend``."""
 
     def ask_all(self, message: Message, do: Callable[[], Any]) -> Any:
         """Send ``message`` to the other ranks, which then act as ``do`` does here; return the result of ``do``."""
@@ -170,7 +169,7 @@ class _Answer:
 
 
 def _combined(answers: Sequence[Parked]) -> Parked:
-    """Return the ranks' answers as one. A chain that one rank dropped is of no use to any."""
+    """Return the ranks' answers as one. A parked prefix that one rank dropped is of no use to any rank."""
     found = {each.progress for each in answers}
     progress = next((each for each in (Progress.FAILED, Progress.UNDER_WAY) if each in found), Progress.DONE)
     dropped = dict.fromkeys(name for each in answers for name in each.dropped)

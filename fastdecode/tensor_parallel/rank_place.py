@@ -37,10 +37,10 @@ class RankPlace:
 
 
 def find_place(size: int, environment: Mapping[str, str] = os.environ) -> RankPlace | None:
-    """Return the place that a launcher such as torchrun gave this process among ``size`` ranks; None without ranks.
+    """Return this process's rank among ``size``, as a launcher such as torchrun has set it; None without a launcher.
 
-    If the launcher started a single process, the engine itself starts the other ranks. Raise ConfigError if the
-    launcher started another number of processes than ``size``, or if rank 0's address is unknown.
+    Without a launcher, the engine itself starts the other ranks. Raise ConfigError if the launcher started another
+    number of processes than ``size``, or if rank 0's address is unknown.
     """
     # The name of Slurm's launcher, which starts the tasks of a job step
     srun = "srun of Slurm"
@@ -102,7 +102,7 @@ def settings_of(config: EngineConfig, index: int, size: int, num_here: int) -> E
     if spec.kind == "tcp":
         if len(spec.addresses) % size:
             raise ConfigError(
-                f"r_workers: {len(spec.addresses)} R-workers cannot be dealt to {size} ranks: give each as many"
+                f"r_workers: {len(spec.addresses)} R-workers cannot be dealt to {size} ranks: give a multiple of {size}"
             )
         each = len(spec.addresses) // size
         changes["r_workers"] = ",".join(spec.addresses[index * each : (index + 1) * each])

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """Rank 0's view of the job: it starts or meets the other ranks, and opens one backend over all R-workers.
+    """Rank 0's view of the job: it starts or connects to the other ranks, and opens one backend over all R-workers.
 
     ``config``: rank 0's settings. ``on_one_machine``: True if all ranks run on the same machine.
     """
@@ -128,14 +128,14 @@ class Ranks:
                         f"rank {index} of tensor parallelism ended while it started, with status {process.returncode}"
                     )
             if time.monotonic() > deadline:
-                raise RankLostError(f"not all ranks of tensor parallelism came within {MEETING_SECONDS:.0f} s")
+                raise RankLostError(f"not all tensor-parallel ranks connected within {MEETING_SECONDS:.0f} s")
             time.sleep(0.01)
 
 
 def follow(config: EngineConfig) -> None:
-    """Serve rank 0 until it ends and exit, if a launcher started this process as another rank; return in rank 0.
+    """In a process that a launcher started as a rank other than 0, serve rank 0 until it ends, then exit.
 
-    Call this before anything else.
+    Elsewhere do nothing. Call this before anything else.
     """
     place = find_place(config.tensor_parallel_size)
     if place is not None and place.index:
@@ -226,7 +226,8 @@ class Follower:
                 try:
                     self._do[message.kind](self, message)
                 except FastDecodeError:
-                    if message.kind not in COMPARED:  # rank 0 sees an error of COMPARED kinds too, and decides
+                    # all ranks exchange errors of these messages, and rank 0 decides what follows
+                    if message.kind not in COMPARED:
                         raise
 
     def _step(self, message: Message) -> None:

@@ -54,7 +54,7 @@ class Calls:
         return query.shape[1], value.shape[3]
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in place of o for the probe, which computes no attention: each query head's values."""
+        """Return each query head's values in place of o. The trial forward at loading computes no attention."""
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
     def scored(self, module: Any, query: torch.Tensor) -> torch.Tensor:
@@ -81,6 +81,6 @@ def index_argument(kwargs: dict[str, Any]) -> str | None:
 
 def calls_of(module: Any) -> Calls:
     """Return the ``Calls`` of ``module``, by its kind of layer."""
-    # asked of the class, since a missing attribute of a module is slow to find
+    # looked up in the class, since a missing attribute of a torch module itself is slow to find
     make = getattr(type(module), "make_calls", None)
     return make(module) if make else DENSE

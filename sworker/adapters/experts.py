@@ -38,7 +38,7 @@ def experts_forward(
     added = torch.repeat_interleave(torch.arange(len(counts)), (wanted - counts) * (counts > 0))
     if not len(added):
         return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
-    # Each added row needs k experts, so k must divide the number of entries: the last expert gets more
+    # Each padding row needs k experts, so k must divide the number of entries: the last expert gets additional ones
     rest = next(number for number in range(0, multiple * k, multiple) if (len(added) + number) % k == 0)
     added = torch.cat([added, added[-1:].expand(rest)]).reshape(-1, k)
     output = grouped_mm_experts_forward(
@@ -57,7 +57,7 @@ def row_counts(dtype: torch.dtype, sizes: tuple[int, int], num_threads: int) -> 
     ``sizes``: shape of the weight. Threads share the rows; in float32, a thread with fewer than 4 rounds differently.
     """
     generator = torch.Generator()
-    most = 40  # most rows that are tried; with more rows, each thread has enough
+    most = 40  # most rows to try; with more, each thread has enough rows
     rows = torch.randn(4 * most, sizes[0], generator=generator).to(dtype)
     weight = torch.randn(sizes, generator=generator).to(dtype)
     found = rows @ weight

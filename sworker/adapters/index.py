@@ -27,7 +27,8 @@ PROOF_ROWS = 24
 class IndexRows(Calls):
     """The rows of an indexer: q [1, heads, T, query_dim] and k [1, 1, T, dim], whose dot products ``scale`` multiplies.
 
-    ``rule``: the picks' fields of ``Index``. ``is_sent``: True if another layer has sent these rows already.
+    ``rule``: the fields of ``Index`` that say how many tokens or blocks are picked. ``is_sent``: True if these rows
+    were already sent for another layer.
     """
 
     q: torch.Tensor
@@ -107,7 +108,7 @@ def _as_elements(weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def picked(q: torch.Tensor, k: torch.Tensor, layer: Index) -> torch.Tensor:
-    """Return the keys that each row sees: a reference for the probe, in plain float32 operations.
+    """Return which keys each row sees, by plain float32 operations, with which the trial of an indexer compares.
 
     ``q`` [rows, heads, query_dim] and ``k`` [keys, 1, dim] are an index layer's; the last keys are the rows' own. The
     result is bool [heads, rows, keys], or [1, rows, keys] if all heads pick together. Among equal scores the choice is
@@ -150,7 +151,7 @@ def use_index(model: torch.nn.Module) -> None:
 
 
 def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Return sharding styles for attention with an index of which each head picks for one KV head.
+    """Return sharding styles for attention whose index has one head per KV head, which picks tokens for that KV head.
 
     Each rank gets its part of the attention heads and of the index heads. transformers' own plan gives all heads to
     every rank, since its masks cover all heads.
@@ -165,7 +166,7 @@ def plan_of_picked_heads(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _with_some_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Add an empty mask to an attention layer's arguments, since the layer's code slices a mask for its indexer."""
+    """Add an empty mask to an attention layer's arguments: the layer's code slices the mask, though nobody reads it."""
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return args, kwargs
@@ -190,7 +191,7 @@ def _proven(indexer: Any, over_latents: bool) -> type | None:
 @torch.no_grad()
 def _picks_the_same(indexer: Any, found: type) -> bool:
     own, before, tokens = type(indexer), dict(vars(indexer)), issubclass(found, TokenIndexer)
-    device = next(indexer.parameters()).device  # the CPU, or the GPU that holds the model
+    device = next(indexer.parameters()).device
     places = torch.arange(PROOF_ROWS, device=device)
     seen = places <= places[:, None]
     try:

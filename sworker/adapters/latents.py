@@ -42,7 +42,6 @@ class LatentRows:
     """True if this process multiplies K and V with queries and outputs; False if R-workers do."""
 
     def make_calls(self) -> Calls:
-        """Return the attention calls of a module with latent rows."""
         return LatentCalls(self)
 
     @property
@@ -145,7 +144,7 @@ def use_latent_rows(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _unpack_values(module: Any) -> None:
-    """Replace a packed ``kv_b_proj`` by a plain linear layer: its outputs for unit vectors are the plain weight."""
+    """Replace a packed ``kv_b_proj`` by a plain linear layer. Its outputs for unit vectors give the plain weight."""
     own, width = getattr(module, "kv_b_proj", None), getattr(module, "kv_lora_rank", 0)
     plain = type(own) is torch.nn.Linear and type(own.weight) is torch.nn.Parameter and own.weight.dtype in DTYPE_NAME
     if own is None or plain or getattr(own, "bias", None) is not None:
@@ -165,7 +164,7 @@ def leave_absorption_to_r_workers(model: torch.nn.Module) -> bool:
 
 
 def plan_of_latent_heads(model: torch.nn.Module) -> dict[str, str]:
-    """Return sharding styles for modules that send latent rows: a rank gets some heads, and every latent row in full.
+    """Return sharding styles for MLA modules that send latent rows: each rank gets some heads and all latent rows.
 
     transformers' own plans give all heads of some architectures to every rank.
     """

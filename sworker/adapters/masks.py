@@ -1,8 +1,8 @@
 """Reads the masks that a model requests from transformers, to learn which tokens each layer's queries see.
 
 Most models also pass their sliding windows to the attention call; others only call transformers' mask functions.
-FastDecode's forwards build no masks. So a probe once runs the model with an attention name for which it builds masks. A
-layer's rule is then that of the mask in its attention call.
+FastDecode's forwards build no masks. So a trial forward at loading uses an attention name for which transformers builds
+masks. A layer's rule is then the rule of the mask in its attention call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SQUARE = 48
 
 @dataclass(frozen=True)
 class Asked:
-    """A mask that the probe gave to the model, with the mask function that the model passed when it asked for one."""
+    """A mask that the trial forward gave to the model, with the mask function in the model's request for it."""
 
     mask: torch.Tensor
     function: Callable[..., torch.Tensor]
@@ -50,7 +50,7 @@ class Asked:
         try:
             seen = self.function(nought, nought, queries, keys)
         except (IndexError, RuntimeError, TypeError, ValueError):
-            return None  # the function needs data of one text, so it is no general rule
+            return None  # The function reads data of one text, so it gives no rule for all texts
         seen = seen.broadcast_to(keys.shape)
         rules = Sight(), Sight(self.local_size), Sight(self.local_size, chunked=True)
         return next((rule for rule in rules if torch.equal(seen, rule.sees(queries, keys))), None)
@@ -115,13 +115,13 @@ def cached_windows(hf_config: Any) -> list[int]:
     try:
         layers = DynamicCache(config=hf_config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []  # the model's own code may have no such configuration
+        return []  # a model with its own code may have other keys
     return [int(getattr(layer, "sliding_window", None) or 0) for layer in layers]
 
 
 @contextlib.contextmanager
 def asking_for_masks(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context, let the model's forwards request masks."""
+    """Within the context, let the model's forwards request masks from transformers."""
     AttentionInterface.register(PROBE_NAME, attend)
     AttentionMaskInterface.register(PROBE_NAME, _mask)
     found = (getattr(module, "config", None) for module in model.modules())

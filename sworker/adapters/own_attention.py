@@ -1,7 +1,7 @@
 """Adapters for models with their own attention code, which does not use transformers' ``AttentionInterface``.
 
-Each adapter is the model's own attention class, where only the step from q, k and v to o is FastDecode's. Projections,
-rotary embeddings and the order of heads stay the model's. This module is imported only for such models.
+Each adapter subclasses the model's own attention class. It replaces only the computation of o from q, k and v.
+Projections, rotary embeddings and the order of heads stay the model's. This module is imported only for such models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.codegen import modeling_codegen as codegen
 from transformers.models.falcon import modeling_falcon as falcon
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # `fused.py` replaces this name
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # by name: `fused.py` replaces it
 from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as japanese
 from transformers.models.gptj import modeling_gptj as gptj
@@ -70,7 +70,8 @@ class FalconAttention(falcon.FalconAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        # A group's queries lie before its one key and value; the model's own `_split_heads` would repeat the latter.
+        # In the projection's output, each KV head's queries come first, then its key and value. The model's own
+        # `_split_heads` would copy key and value for every query.
         groups = self.query_key_value(hidden_states).unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         heads = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         query, key, value = (each.transpose(1, 2) for each in heads)
@@ -98,8 +99,6 @@ class BloomAttention(bloom.BloomAttention):
 
 
 class MptAttention(mpt.MptAttention):
-    """MPT's attention, with ALiBi."""
-
     @cached_property
     def alibi_slopes(self) -> Slopes:
         """The slopes in float32, which the model multiplies by distances."""
@@ -126,8 +125,6 @@ class MptModel(mpt.MptModel):
 
 
 class GPTJAttention(gptj.GPTJAttention):
-    """GPT-J's attention, with its own rotary embeddings."""
-
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
@@ -151,8 +148,6 @@ class GPTNeoSelfAttention(gpt_neo.GPTNeoSelfAttention):
 
 
 class GPTNeoXJapaneseAttention(japanese.GPTNeoXJapaneseAttention):
-    """The attention of GPT-NeoX Japanese, with rotary embeddings."""
-
     def _attn(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
     ) -> tuple[torch.Tensor, None]:
@@ -175,8 +170,6 @@ class OpenAIGPTAttention(openai.Attention):
 
 
 class XGLMAttention(xglm.XGLMAttention):
-    """XGLM's attention without cross-attention."""
-
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (_as_heads(project(hidden_states), self.num_heads) for project in projections)
@@ -184,7 +177,7 @@ class XGLMAttention(xglm.XGLMAttention):
 
 
 class _BertSelfAttention:
-    """BERT's attention in a decoder. The probe refuses a model that was not made as a decoder."""
+    """BERT's attention in a decoder. Loading refuses a model that was not configured as a decoder."""
 
     @property
     def is_causal(self: Any) -> bool:

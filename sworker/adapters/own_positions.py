@@ -1,7 +1,8 @@
 """Adapter for Llama 4's layers without rotary embeddings, which scale queries by their positions.
 
 The model's code counts positions up from the number of tokens in its cache. Here rows of many sequences are packed,
-each at its own position, and the S-worker has no cache. So a stand-in for the cache returns offsets that correct this.
+each at its own position, and the S-worker has no cache. So a stand-in for the cache gives each row an offset that makes
+the counted position right.
 """
 
 from __future__ import annotations

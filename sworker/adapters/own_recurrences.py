@@ -47,13 +47,13 @@ class _Convolved(nn.Module):
 
 
 def use_own_recurrences(model: nn.Module) -> bool:
-    """Let R-workers compute the recurrences that are methods of ``model``'s modules; return False if it has none."""
-    # By class of transformers: the method that computes a recurrence, and our replacement
+    """Let R-workers compute recurrences that ``model``'s modules implement as methods; return False if it has none."""
+    # By class name in transformers: the method that computes a recurrence, and our replacement of the method
     methods = {
         "MiniMaxLightningAttention": ("forward", _lightning_attention),
         "RecurrentGemmaRglru": ("_rnn_scan", _linear_recurrence),
     }
-    # By class of transformers: the attribute that holds a convolution
+    # By class name in transformers: the attribute that holds a convolution
     convolutions = {"RecurrentGemmaRecurrentBlock": "conv_1d"}
     found = [each for each in model.modules() if type(each).__name__ in {*methods, *convolutions}]
     for each in found:

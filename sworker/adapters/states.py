@@ -66,7 +66,7 @@ class Recurrence(Calls):
         return self.heads, self.value_dim
 
     def answer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the first channels of each row in place of o, for the probe, which computes no recurrence."""
+        """Return each row's first channels in place of o. The trial forward at loading computes no recurrence."""
         return key[0, :, :, : self.heads * self.value_dim].unflatten(-1, (self.heads, self.value_dim)).contiguous()
 
 
@@ -101,7 +101,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Remember the convolution, which the recurrence sends; return ``hidden_states`` [1, channels, T] unchanged."""
+    """Record the convolution, for the recurrence to send; return ``hidden_states`` [1, channels, T] unchanged."""
     _forward().convolution = Convolution(weight, bias, activation is not None)
     return hidden_states
 
@@ -124,7 +124,7 @@ def convolved(
 
 def as_heads(channels: int) -> tuple[int, int]:
     """Return (heads, channels per head), into which R-workers divide ``channels`` independent channels."""
-    # Possible channels per head. R-workers share a sequence among threads by heads, so one head would use one thread.
+    # Possible channels per head. R-workers give each thread some heads of a sequence; one head would use one thread.
     window_dims = (64, 32, 16)
     dim = next((dim for dim in window_dims if channels % dim == 0), 1)
     return channels // dim, dim
@@ -167,7 +167,7 @@ def _scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **__: Any,
 ) -> torch.Tensor:
-    """Let the R-worker convolve rows and compute Mamba-2's scan, with time steps as transformers makes them."""
+    """Let the R-worker convolve rows and compute Mamba-2's scan; time steps are made from ``dt`` as in transformers."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1]).float()
     heads, value_dim = hidden_states.shape[2:]
@@ -200,7 +200,7 @@ def _selective_scan(
 
 
 def use_states(model: torch.nn.Module) -> bool:
-    """Let R-workers compute the recurrent layers of ``model``; return False if it has no known ones."""
+    """Let R-workers compute the recurrent layers of ``model``; return False if it has no layers of a known form."""
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     convolution = "causal_conv1d_fn"
     found = [each for each in modules if hasattr(each, convolution)]
@@ -211,7 +211,7 @@ def use_states(model: torch.nn.Module) -> bool:
         "mamba2_chunk_scan": _scan,
         "mamba_selective_scan": _selective_scan,
     }
-    # Functions whose inputs the model computes from convolved rows, so the convolution is a layer of its own
+    # Functions whose inputs the model computes from convolved rows, so the convolution is sent first, as its own layer
     of_convolved = frozenset(("mamba_selective_scan",))
     for module in found:
         names = {name for name in recurrences if hasattr(module, name)}
@@ -222,7 +222,7 @@ def use_states(model: torch.nn.Module) -> bool:
 
 
 def replace(module: ModuleType | type, name: str, ours: Callable[..., Any]) -> None:
-    """Replace function ``name`` of a module or class by ``ours`` for our forwards; other callers get the original."""
+    """Replace function ``name`` of a module or class by ``ours`` in our forwards; other callers get the original."""
     theirs = getattr(module, name)
     if hasattr(theirs, "in_forwards"):
         return

@@ -50,8 +50,8 @@ def in_formats(
 ) -> list[dict[str, Any]]:
     """Return ``messages``, whose contents are texts, with each content in the format of its role.
 
-    ``parts``: the parts of each original message. Only the first originals may have been joined into one message. A
-    message whose text equals that of its parts gets these parts. Any other text becomes one part.
+    ``parts``: the parts of each original message. The first originals may have been joined into one message. A message
+    whose text still equals its joined parts gets these parts. Any other text becomes one part.
     """
     given = parts[len(parts) - len(messages) :]
     shaped = []
@@ -64,7 +64,7 @@ def in_formats(
 def told_by_syntax(template: str) -> Format:
     """Return ``openai`` if a loop of ``template`` iterates over a message's content, else ``string``."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    # A tag of transformers around the assistant's text, which jinja itself does not know
+    # Tags that transformers puts around the assistant's text, and that jinja does not know
     generation = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
     try:
         tree = environment.parse(generation.sub("", template))
@@ -82,12 +82,12 @@ def _format_of_role(role: str, told: Format, found: Mapping[str, Format], render
 
 
 def _shows(conversation: list[dict[str, Any]], render: Render) -> bool:
-    """Return whether the rendered ``conversation`` shows the text ``MARK``, and not in a literally printed list."""
+    """Return whether the rendered ``conversation`` has the text ``MARK``, not merely a printed Python list of parts."""
     try:
         text = render(conversation)
     except Exception:  # a template may reject this conversation by any exception
         return False
-    # Matches a list of parts that a template for texts has printed literally
+    # Matches a list of parts that a template which expects text has printed literally
     printed_part = re.compile(r"""["']type["']\s*:""")
     return MARK in text and not printed_part.search(text)
 

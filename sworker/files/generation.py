@@ -60,7 +60,7 @@ def generation_defaults(config: EngineConfig, hf_config: Any) -> tuple[dict[str,
 
 
 def _loaded(config: EngineConfig, file: Path | None) -> dict[str, Any]:
-    """Return the content of generation_config.json of the model, or in the folder ``config.generation_config``."""
+    """Return the content of generation_config.json, from the folder ``config.generation_config`` or from the model."""
     if config.generation_config in ("auto", "vllm"):
         return _read(str(file.parent) if file else config.model, config.revision)
     if not (Path(config.generation_config) / GENERATION_CONFIG_NAME).is_file():
@@ -73,7 +73,7 @@ def _read(model: str, revision: str | None) -> dict[str, Any]:
         found = cached_file(
             model, GENERATION_CONFIG_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # no network, or no such file
+    except OSError:  # the hub cannot be reached, or the model has no such file
         return {}
     if found is None:
         return {}

@@ -1,4 +1,4 @@
-"""Applies what transformers' GGUF reader drops: sets it in the configuration, or refuses the file.
+"""Sets in the configuration what transformers' GGUF reader drops, or refuses the file.
 
 The reader knows some keys of each architecture. It silently drops all other keys, and the tensors that scale rotary
 frequencies.
@@ -31,7 +31,7 @@ def complete(hf_config: Any, file: Path) -> None:
     if "tokenizer.ggml.eos_token_id" not in metadata:
         hf_config.eos_token_id = usual_end.get(metadata.get("tokenizer.ggml.model", ""))
     if "tokenizer.ggml.padding_token_id" not in metadata:
-        hf_config.pad_token_id = None  # the class's default may exceed the vocabulary
+        hf_config.pad_token_id = None  # the default id of the configuration's class may exceed the vocabulary
     # Numbers of layers of the Gemmas that scale scores by the hidden size per head, as in llama.cpp
     large_gemmas = {"gemma2": 46, "gemma3": 62}
     if arch not in GGUF_CONFIG_ARCHS:  # transformers reads every key of the listed architectures
@@ -103,7 +103,7 @@ def _set_attributes(hf_config: Any, arch: str, keys: Mapping[str, Any], file: Pa
 
 
 def _is_understood(arch: str, key: str, value: Any) -> bool:
-    """Return whether ``key`` can be passed over here: other code reads it, or its value has no effect."""
+    """Return whether this module may ignore ``key``: other code reads it, or its value has no effect."""
     # Keys that transformers reads for every architecture
     read = {
         "attention.head_count",

@@ -31,7 +31,7 @@ OTHER_NAMES = {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base"
 
 
 def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], file: Path, whole: bool) -> None:
-    """Set the rotary embedding of ``hf_config``, or only its scaling if ``whole`` is false.
+    """Set the rotary embedding of ``hf_config``, or only the scaling of its frequencies if ``whole`` is false.
 
     ``keys``: the file's keys without the architecture's prefix. Raise ModelLoadError if the embedding is unsupported.
     """
@@ -40,10 +40,11 @@ def set_rope(hf_config: Any, keys: Mapping[str, Any], tensors: Sequence[str], fi
         return
     factors = {name: _read(file, name) for name in TENSORS if name in tensors}
     scaling = _Scaling(keys, factors, hf_config.get_text_config().max_position_embeddings, file).parameters()
-    if "full_attention" in parameters:  # layers with a window have an embedding of their own, never scaled
+    # layers with a window have a rotary embedding of their own, which is never scaled
+    if "full_attention" in parameters:
         own, parameters = parameters["sliding_attention"], parameters["full_attention"]
         own["rope_theta"] = keys.get("rope.freq_base_swa", own["rope_theta"])
-    # Base of the frequencies if a file names none
+    # Base of the rotary frequencies if a file names none
     usual_base = 10000.0
     if whole:
         parameters["rope_theta"] = keys.get("rope.freq_base", usual_base)
@@ -80,7 +81,7 @@ def _set_part(hf_config: Any, parameters: dict[str, Any], keys: Mapping[str, Any
 
 
 class _Scaling:
-    """The scaling in a file, as llama.cpp reads it."""
+    """The scaling of rotary frequencies in a GGUF file, as llama.cpp reads it."""
 
     def __init__(self, keys: Mapping[str, Any], factors: Mapping[str, list[float]], longest: int, file: Path) -> None:
         """``longest``: the model's context length. ``factors``: one factor per frequency, by name of their tensor."""

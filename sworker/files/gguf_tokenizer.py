@@ -36,7 +36,7 @@ def arguments(file: Path) -> dict[str, Any]:
 
 
 def complete(hf: Any, file: Path) -> None:
-    """Set in the transformers tokenizer ``hf`` what its GGUF reader drops; log an unknown way of splitting text."""
+    """Set in the transformers tokenizer ``hf`` what its GGUF reader drops; log an unknown pre-tokenizer."""
     metadata, _ = read_gguf_metadata(str(file))
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2":
@@ -69,9 +69,9 @@ def _of(file: Path, names: re.Pattern[str]) -> Mapping[str, Any]:
 
 def _set_splitting(hf: Any, pre: str, file: Path) -> None:
     backend = hf.backend_tokenizer
-    # Names of ways to split text that first separate every digit, and then split like GPT-2
+    # Names of pre-tokenizers that first separate every digit, and then split text like GPT-2
     digits = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-    # Names of ways to split text that equal GPT-2's, which transformers also uses for unknown names
+    # Names of pre-tokenizers that split text like GPT-2's, which transformers also uses for unknown names
     alike = {"default", "gpt-2", "gpt2", "jais", "mpt", "olmo", "phi-2", "roberta-bpe"}
     if pre in WHOLE_WORDS:
         backend.model.ignore_merges = True

@@ -27,7 +27,7 @@ def override(text_config: Any, name: str, value: Any) -> None:
     """
     before = getattr(text_config, "rope_parameters", None)
     if not isinstance(before, dict):
-        raise ModelLoadError(f"hf_overrides: {text_config.model_type} has no rotary embedding to set {name} of")
+        raise ModelLoadError(f"hf_overrides: {text_config.model_type} has no rotary embedding, so {name} cannot be set")
     nested = any(isinstance(each, dict) for each in before.values())
     if name == "rope_theta" and not nested:
         before["rope_theta"] = float(value)
@@ -68,7 +68,7 @@ def check_named(text_config: Any) -> None:
 
 
 def reach(text_config: Any, longest: int) -> int:
-    """Return the longest context that a user may ask for: ``longest``, which the configuration names, or more.
+    """Return the longest context that a user may ask for: ``longest``, the configuration's, or more with scaled rope.
 
     Linear scaling multiplies the configuration's length, and YaRN its original length, as in vLLM. For other kinds, and
     for parameters per type of layer, the configuration already has the scaled length.

@@ -24,7 +24,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def weights_place(model: str) -> tuple[str, dict[str, str]]:
-    """Return the arguments of ``from_pretrained`` for ``model``: a path or id, and for PATH.gguf its folder and file.
+    """Return the arguments of ``from_pretrained`` for ``model``: a path or hub id, or PATH.gguf's folder and file.
 
     Raise ModelLoadError if there is no such file, or if a package that reads GGUF is not installed.
     """
@@ -122,7 +122,8 @@ def check_tensors(model: str, info: dict[str, Any], fewer_layers: bool = False) 
 
 def name_unused(model: str, names: Sequence[str]) -> None:
     """Warn in one line about tensors that no parameter uses."""
-    named = [name for name in names if not name.endswith("rotary_emb.inv_freq")]  # recomputed from the configuration
+    # models compute these frequencies from the configuration
+    named = [name for name in names if not name.endswith("rotary_emb.inv_freq")]
     if named:
         some = ", ".join(named[:3]) + (", …" if len(named) > 3 else "")
         logger.warning(

@@ -1,4 +1,4 @@
-"""The plain transformers baseline: static batches through ``generate``, with attention in torch."""
+"""The plain transformers baseline for comparisons: static batches through ``generate``, with attention in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdecode.sworker.model.loader import load_hf_config, max_position_embeddi
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One static batch: seconds to its first logits, and between the logits of consecutive steps."""
+    """Times of one static batch: seconds to its first logits, and between the logits of consecutive steps."""
 
     prefill_seconds: float
     decode_step_seconds: tuple[float, ...]
@@ -70,7 +70,7 @@ class TransformersBaseline:
 
 
 class _Stamps:
-    """A logits processor that records when each step's logits are ready."""
+    """A logits processor that records the time at which each step's logits are ready."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []

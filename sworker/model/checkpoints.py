@@ -48,7 +48,6 @@ class Files:
     """The tensors of safetensors files. One file at a time is mapped, and mapped again after ``MAPPED_BYTES`` bytes."""
 
     def __init__(self, files: list[str]) -> None:
-        """Record which file has which tensor."""
         self.places: dict[str, str] = {}
         for file in files:
             with safe_open(file, "pt") as handle:
@@ -70,7 +69,7 @@ class Files:
 
 
 class Packed:
-    """The tensors of a packed checkpoint's files, and the weights that are unpacked from them."""
+    """The tensors of a packed checkpoint's files, and the weights that can be unpacked from them."""
 
     def __init__(self, files: list[str], settings: Mapping[str, Any], dtype: torch.dtype) -> None:
         """``settings``: the checkpoint's ``quantization_config``. ``dtype``: dtype of the unpacked weights."""
@@ -98,7 +97,7 @@ class Packed:
         return self.files.read(name).clone()
 
     def _with_groups_that_count(self, layout: Layout) -> Layout:
-        """Return ``layout`` without ``g_idx`` if it has negative numbers: then groups are neighbouring columns."""
+        """Return ``layout``, without ``g_idx`` if that is negative: a group is then a run of neighbouring columns."""
         groups = [leaf for leaf in layout.names if leaf.endswith("g_idx")]
         absent = {leaf for leaf in groups if bool((self.files.read(layout.names[leaf]) < 0).any())}
         return replace(layout, names={leaf: name for leaf, name in layout.names.items() if leaf not in absent})
@@ -136,7 +135,7 @@ def packed(model: str, revision: str | None, hf_config: Any, dtype: torch.dtype)
 def published_codes(model: str, revision: str | None, settings: Mapping[str, Any]) -> dict[str, Codes]:
     """Return readers of the int8 weights of a W8A8 checkpoint, by name; {} for a checkpoint of any other kind.
 
-    ``settings``: the ``quantization_config``. A reader returns codes [outputs, inputs], float32 scales [outputs].
+    ``settings``: the ``quantization_config``. A reader returns int8 [outputs, inputs] and float32 scales [outputs].
     """
     if not publishes_int8(settings):
         return {}

@@ -2,7 +2,7 @@
 
 transformers' code is the default; tests compare other libraries' code with it. An implementation loads a checkpoint,
 runs packed rows inside a ``ModelGreenlet``, and calls that greenlet's ``attend`` for attention, with the arguments of
-transformers' attention functions. The probe reads each layer's layout from these calls.
+transformers' attention functions. A trial forward at loading reads each layer's layout from these calls.
 """
 
 from __future__ import annotations

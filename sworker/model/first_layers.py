@@ -30,13 +30,14 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
     ]
     probed = layout.with_state_dtype(
         "float32"
-    ).layers  # as the probe would find them, with float32 states; each is an attention call, not a decoder layer
+        # The layers as a trial forward finds them, with float32 states. Each is an attention call, not a decoder layer.
+    ).layers
     for name in places:
         view = code.of(_cut(code.module, name.split("."), num_layers))
         try:
             found = probe_layers(view, hf_config)
         except UnsupportedModelError:
-            continue  # ``name`` lists other modules than decoder layers, or the code needs all layers
+            continue  # list ``name`` holds modules other than decoder layers, or the model needs all of its layers
         if 0 < len(found) < len(probed) and found == probed[: len(found)]:
             return view
     raise UnsupportedModelError(
@@ -46,7 +47,6 @@ def first_layers(code: ModelCode, hf_config: Any, layout: KVLayout, num_layers: 
 
 
 def _cut(module: torch.nn.Module, path: list[str], num_layers: int) -> torch.nn.Module:
-    """Return a copy of ``module`` whose list of layers, at attribute path ``path``, has only ``num_layers`` layers."""
     view = copy.copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     if path:

@@ -73,7 +73,7 @@ class Layouts:
         return name, Layout(partial(scaled, block=block), names, unit=block[0] if block else 1)
 
     def belongs(self, name: str) -> bool:
-        """Return whether tensor ``name`` is a part of a packed weight, or a scale of activations or caches."""
+        """Return whether tensor ``name`` is a part of a packed weight, or a scale for activations or KV cache."""
         stem = name.rpartition(".")[0]
         if any(f"{stem}.{leaf}" in self._places for leaf in ("qweight", "weight_packed")):
             return not name.endswith(".bias")

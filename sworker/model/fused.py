@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings in one pass each, instead of torch's five to ten (CPU, float32 and bfloat16).
+"""One-pass norms and rotary embeddings, instead of torch's five to ten passes (CPU, float32 and bfloat16).
 
 The model's code is not changed. A norm gets its own ``forward``, and an attention layer its class's ``forward`` with
 another ``apply_rotary_pos_emb``. Each replacement is first compared with the model's own code on random rows, and not
@@ -33,7 +33,7 @@ class FusedRows:
     """Replaces norms and rotary embeddings of a model by one-pass forms, and can restore them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Replace each norm and rotary embedding of ``model`` for which the one-pass form proves equal."""
+        """Replace each norm and rotary embedding of ``model`` whose one-pass form gives equal results in a trial."""
         self.num_norms = self.num_rotary = 0
         self._replaced: list[torch.nn.Module] = []
         self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], Forward] | None] = {}
@@ -47,7 +47,6 @@ class FusedRows:
         logger.info("%d norms and %d rotary embeddings in one pass", self.num_norms, self.num_rotary)
 
     def undo(self) -> None:
-        """Restore every module's own ``forward``."""
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
@@ -124,7 +123,7 @@ def _array(rows: torch.Tensor) -> Any:
 
 
 def _is_large(x: torch.Tensor) -> bool:
-    """Return whether torch on all its threads computes ``x`` faster than this module, which uses one thread."""
+    """Return whether ``x`` is so large that torch on all its threads is faster than this module on one thread."""
     # (elements, torch's threads): up to either number, one thread here is faster than torch on all threads
     one_thread = 1 << 18, 4
     elements, threads = one_thread
@@ -136,7 +135,7 @@ def eps_of(norm: torch.nn.Module) -> float | None:
 
 
 def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
-    """Return a function that makes one-pass forwards for norms like ``norm``; None if no form proves equal.
+    """Return a function that makes one-pass forwards for norms like ``norm``; None if no form gives equal results.
 
     The forms multiply by the weight after rounding, by the weight before rounding, or by one plus the weight.
     """
@@ -154,7 +153,6 @@ def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
 
 
 def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
-    """Return a one-pass forward for ``norm``; rows are multiplied by weight + ``offset``."""
     dtype, eps = norm.weight.dtype, float(eps_of(norm) or 0.0)
     weight = (norm.weight.detach().float() + offset).numpy()
 
@@ -178,7 +176,7 @@ def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.
     try:
         pairs = zip(rotary(*arguments), rotary.own(*arguments), strict=True)
         return all(equal_within_rounding(found, wanted) for found, wanted in pairs)
-    except Exception as error:  # the model's function of this name has another signature
+    except Exception as error:  # the model's rotation function takes other arguments
         logger.info("%s is left as it is: %s", ROTARY, error)
         return False
 

@@ -19,9 +19,9 @@ from fastdecode.sworker.model.packing import unpacked
 
 
 def weights_source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return ``weights_place``, and for a GGUF file also arguments to unpack it.
+    """Return ``weights_place``, and for a GGUF file also arguments that make transformers unpack the weights.
 
-    transformers' layers for packed weights would bring their own attention and products.
+    transformers could keep them packed, but its layers for packed weights bring their own attention and products.
     """
     name, named = weights_place(model)
     return name, named | ({"quantization_config": GgufConfig(dequantize=True)} if named else {})
@@ -43,7 +43,7 @@ def check_all_taken(model: Any, name: str) -> None:
         *gguf_rope.TENSORS,
         *taken_aside.get(header.architecture, ()),
     }
-    taken |= {f"{each}.weight" for each in taken}  # transformers' names of experts' parameters lack this ending
+    taken |= {f"{each}.weight" for each in taken}  # transformers' map names experts' parameters without this ending
     # Endings of names of tensors that old files contain although the configuration determines them
     computed = ("attn_rot_embd.weight", "rope_freqs.weight")
     left = [each for each in header.ggml_types if each not in taken and not each.endswith(computed)]

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations on a GPU, one kernel launch each instead of torch's two to ten.
+"""GPU kernels for norms, rotary embeddings and gated activations: one launch each, instead of torch's two to ten.
 
 The model's code is not changed: single modules get another ``forward``. Each is first compared with the model's own on
 random rows, and not used if they differ by more than rounding. Without triton nothing is replaced.
@@ -30,7 +30,9 @@ class GpuRows:
     """Replaces modules' ``forward`` by GPU kernels, and can restore them."""
 
     def __init__(self, model: torch.nn.Module, anywhere: bool = False) -> None:
-        """Replace every module that our kernel computes equally in a trial; with ``anywhere``, also on a CPU."""
+        """Replace every module for which a trial shows that our kernel computes the same.
+        ``anywhere``: also on a CPU, by triton's interpreter.
+        """
         self.counts = {"norms": 0, "rotary embeddings": 0, "gated activations": 0}
         self._replaced: list[torch.nn.Module] = []
         self._proven: dict[tuple[object, ...], Any] = {}
@@ -48,7 +50,6 @@ class GpuRows:
         logger.info("on the GPU, in one launch each: %s", ", ".join(f"{n} {name}" for name, n in self.counts.items()))
 
     def undo(self) -> None:
-        """Give every module its class's ``forward`` back."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()

@@ -130,7 +130,7 @@ def why_not_kept(packed: Packed, places: PackedPlaces) -> str:
 
 
 def _parts(packed: Packed, module: Any, own: str, parts: list[list[str]]) -> list[ExpertPart]:
-    """Replace parameter ``own`` by empty buffers for its packed tensors; return the projections that it joins.
+    """Replace parameter ``own`` by empty buffers for its packed tensors; return the projections joined in ``own``.
 
     ``parts``: for each projection, the names of its packed weights.
     """

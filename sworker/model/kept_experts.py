@@ -83,7 +83,10 @@ class KeptExperts:
 
 
 class SomeExperts:
-    """A view of an experts' module for one forward: chosen experts with unpacked weights, all else the module's."""
+    """A view of an experts' module for one forward, with unpacked weights of the chosen experts.
+
+    All other attributes are the module's own.
+    """
 
     def __init__(
         self,

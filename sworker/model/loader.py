@@ -165,12 +165,11 @@ def place_model(config: EngineConfig, hf_config: Any, model: torch.nn.Module, ra
         if rank:
             optional("sharding").shard(model, hf_config, rank)
         device = resolve_device(config.device)
-        # Weights for the CPU are there already; to() would unpack packed weights
+        # the weights are on the CPU already, and to() would unpack packed weights
         return model if device.type == "cpu" else model.to(device)
 
 
 def _register(hf_config: Any) -> Callable[[torch.nn.Module], None]:
-    """Register our attention with transformers; return a function that adapts the loaded model."""
     register_attention()
     if hf_config.model_type in ("llama4", "llama4_text"):
         return optional("own positions").use_given_positions
@@ -217,7 +216,7 @@ def max_position_embeddings(hf_config: Any) -> int:
 
 
 def most_positions(hf_config: Any) -> int:
-    """Return the longest sequence that a user may ask for, in tokens: also what a rotary scaling adds."""
+    """Return the longest sequence that a user may ask for, in tokens, including what a rotary scaling adds."""
     return rope.reach(hf_config.get_text_config(), max_position_embeddings(hf_config))
 
 
@@ -244,7 +243,7 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
         except Exception as error:
             raise ModelLoadError(f"hf_overrides: {name} cannot be {value!r}: {one_line(error)}") from error
     text_config = hf_config.get_text_config()
-    layer_types = vars(text_config).get("layer_types")  # absent if the configuration's class computes the layer types
+    layer_types = vars(text_config).get("layer_types")  # absent if the configuration's class derives the layer types
     if layer_types and "layer_types" not in overrides:
         number = text_config.num_hidden_layers
         text_config.layer_types = (layer_types * -(-number // len(layer_types)))[:number]
@@ -252,9 +251,9 @@ def apply_overrides(hf_config: Any, overrides: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _refusing_strangers(hf_config: Any) -> Iterator[None]:
-    """Within the context, raise UnsupportedModelError if a model does not find our attention by its name.
+    """Within the context, raise UnsupportedModelError for a model that does not look our attention up in transformers.
 
-    Such a model looks the name up in a table of its own.
+    Such a model looks the name of the attention up in a table of its own.
     """
     try:
         yield

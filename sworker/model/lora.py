@@ -68,7 +68,7 @@ def _part_shared(wrapped: Any) -> None:
 
 
 def _check(folder: Path) -> None:
-    """Raise ModelLoadError for an adapter that cannot be merged, as far as its ``folder`` shows without peft."""
+    """Raise ModelLoadError for an adapter that cannot be merged, as far as the files in ``folder`` show."""
     if not (folder / ADAPTER_FILE).is_file():
         raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {ADAPTER_FILE}, as peft saves adapters")
     if not (folder / "adapter_model.safetensors").is_file():

@@ -29,7 +29,7 @@ Parts = list[list[str]]
 
 @dataclass
 class PackedPlaces:
-    """The modules to which packed weights belong. ``reason``: why some weight belongs to none; "" if each has one."""
+    """The modules to which packed weights belong. ``reason``: why some weight has no module; "" if each has one."""
 
     linears: dict[str, str] = field(default_factory=dict)
     """The name of the packed weight of each linear layer, by the layer's name."""
@@ -71,7 +71,7 @@ class Finder:
         return place >= 0
 
     def _place(self, pattern: str | None) -> int:
-        """Return the projection that ``pattern`` fills, from 0; -1 if transformers does more than stack and join."""
+        """Return which projection ``pattern`` fills, from 0; -1 if transformers does more than stack and join."""
         if pattern is None:
             return 0
         rule = self._by_pattern[pattern]
@@ -80,7 +80,7 @@ class Finder:
         return list(rule.source_patterns).index(pattern) if stacks and len(rule.target_patterns) == 1 else -1
 
     def incomplete(self) -> str:
-        """Return the name of a parameter whose experts are not all packed; "" if there is none."""
+        """Return the name of a parameter of which only some experts are packed; "" if there is none."""
         for owner, parameters in self.found.experts.items():
             module: Any = self._modules[owner]
             for own, parts in parameters.items():

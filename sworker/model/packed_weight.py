@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ class PackedWeight(torch.nn.Parameter):
 
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
-        """Return a stand-in for ``weight``. ``unpack`` returns the same values, bit by bit."""
+        """Return a stand-in for ``weight``. ``unpack`` returns the values of ``weight``, bit by bit."""
         packed: PackedWeight = torch.Tensor._make_subclass(
             cls, torch.empty(weight.shape, dtype=weight.dtype, device="meta"), False
         )
@@ -56,7 +57,7 @@ class PackedWeight(torch.nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Unpack the parameter for ``func``, unless that only asks for its shape, dtype or the like."""
+        """Compute ``func`` on the unpacked values, unless it only asks for the parameter's shape, dtype or the like."""
         device = getattr(torch.Tensor, "device").__get__  # noqa: B009 (as a descriptor; type checkers see the value)
         with torch._C.DisableTorchFunctionSubclass():
             if func == device:
@@ -81,18 +82,19 @@ class FileMaps:
     """The files mapped into this process at construction, as safetensors maps checkpoints.
 
     A mapping lives as long as any of its tensors. Its pages, once read, count as this process's memory. Giving pages
-    back lowers that count, and loses nothing: they stay in the page cache. Mappings of devices and of io_uring are left
-    out, since using their pages after giving them back raises SIGBUS.
+    back lowers that count and loses nothing, since the page cache keeps them. Mappings of devices and of io_uring are
+    left out: using their pages after giving them back raises SIGBUS.
     """
 
     def __init__(self, unwritten: bool = False) -> None:
-        """``unwritten``: record only mappings that this process has not written to; their pages can be read again."""
+        """``unwritten``: record only mappings without written pages, since only their pages can be read again."""
         self._ranges: list[tuple[int, int]] = []
         maps, is_file = Path("/proc/self/smaps" if unwritten else "/proc/self/maps"), False
+        is_ordinary = functools.cache(lambda name: name.startswith("/") and Path(name).is_file())
         for line in maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ():
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                is_file = rest[-1].startswith("/") and Path(rest[-1]).is_file()
+                is_file = is_ordinary(rest[-1])
                 if is_file:
                     start, end = (int(address, 16) for address in first.split("-"))
                     self._ranges.append((start, end))
@@ -102,7 +104,7 @@ class FileMaps:
         self._ranges.sort()
 
     def let_go(self, tensor: torch.Tensor) -> bool:
-        """Give back the whole pages of ``tensor``; return False if no file backs them.
+        """Give the whole pages of ``tensor`` back to the system; return False if no file backs them.
 
         Pages written since they were mapped lose their content: call this only if none was, or if nobody reads them
         again.
@@ -113,7 +115,7 @@ class FileMaps:
         return is_mapped and _give_back(start, end)
 
     def let_all_go(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give back all pages of each mapping that holds one of ``tensors``; no page of it may have been written."""
+        """Give back all pages of each mapping that holds one of ``tensors``. Nothing may have been written to them."""
         mapped = {self._range_of(each) for each in tensors if not isinstance(each, PackedWeight)}
         for start, end in filter(None, mapped):
             _give_back(start, end)

@@ -39,7 +39,6 @@ class Packing:
 
     @property
     def is_kept(self) -> bool:
-        """True if weights stay packed."""
         return self.how in ("theirs", "ours")
 
 
@@ -117,13 +116,13 @@ def _packs_experts(method: str, hf_config: Any) -> str:
 def fetch_kernels(method: str, device: torch.device) -> None:
     """Fetch the kernels that transformers needs for ``method``, so that a failure shows before loading."""
     if method == "fp8" and device.type == "cuda" and not lazy_load_kernel("finegrained-fp8"):
-        raise FileNotFoundError("finegrained-fp8")
+        raise FileNotFoundError("kernels finegrained-fp8 cannot be loaded")
     if method == "mxfp4":
         get_kernel("kernels-community/gpt-oss-triton-kernels", version=1)
 
 
 def why_not_theirs(settings: Mapping[str, Any], device: torch.device) -> str:
-    """Return why transformers' quantizer cannot keep these weights packed on ``device``; "" if it can."""
+    """Return why transformers' own quantizer cannot keep these weights packed on ``device``; "" if it can."""
     method = str(settings.get("quant_method", ""))
     if method == "compressed-tensors":
         return "compressed-tensors' own layers unpack all weights in their first forward"
@@ -155,7 +154,7 @@ def arguments(
     device: torch.device,
     skeleton: Callable[[], torch.nn.Module],
 ) -> tuple[Packing, dict[str, Any], Any]:
-    """Return (the weights' final form, arguments for ``from_pretrained``, the model class whose method to call).
+    """Return (the weights' final form, arguments for ``from_pretrained``, the class whose ``from_pretrained`` to call).
 
     The form may change to unpacked if the model cannot keep its weights packed. ``skeleton``: makes the model without
     memory. The class is None if transformers' automatic class loads the model.
@@ -167,7 +166,7 @@ def arguments(
         return packing, torchao_arguments(config.quantization or "", skeleton(), device) if quantized else {}, None
     packed = checkpoints.packed(config.model, config.revision, hf_config, dtype)
     if packed is None:
-        raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} are not unpacked here")
+        raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} cannot be unpacked")
     model = skeleton()
     if packing.how == "ours":
         kept = optional("kept weights")
@@ -206,7 +205,7 @@ def unpacked(model: Any) -> Any:
 
 
 def say_kept(model: torch.nn.Module, name: str, packing: Packing) -> None:
-    """Log that weights stay packed, with their bytes and the reason; as a warning, so that users see it."""
+    """Log that weights stay packed, with their bytes and the reason. This is a warning only so that users see it."""
     logger.warning(
         "%s: weights in %s stay packed, %.4g GB: %s", name, packing.method, weight_bytes(model) / 1e9, packing.why
     )
@@ -248,8 +247,7 @@ def quantize_dummy(model: torch.nn.Module, kind: str, device: torch.device) -> N
 
 def is_quantized(name: str, module: Any) -> bool:
     """Return whether ``--quantization`` on a GPU quantizes layer ``module``, called ``name`` in the model."""
-    # Parts of the names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers
-    # Parts of names of layers that ``--quantization`` leaves in the model's dtype: LM heads, routers, and layers whose
-    # weights R-workers multiply with
+    # Parts of names of layers that ``--quantization`` leaves as they are: LM heads, routers, and layers whose weights
+    # R-workers multiply with
     left_dense = ("lm_head", "router", "indexer", "kv_b_proj")
     return type(module) is torch.nn.Linear and not any(part in name for part in left_dense)

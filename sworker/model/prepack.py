@@ -26,7 +26,7 @@ PROOF_OUTPUTS = 512
 
 
 class PackedLinears:
-    """The packed linear layers of a model; they can be unpacked again."""
+    """The linear layers of a model whose weights are packed for fast products; ``undo`` restores them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Pack every plain ``nn.Linear`` on the CPU whose packed product equals torch's, and none on other devices."""
@@ -42,7 +42,6 @@ class PackedLinears:
         logger.info("%d linear layers packed, %d of them in shared products", self.num_layers, self.num_shared)
 
     def undo(self) -> None:
-        """Restore every layer's own weight and ``forward``."""
         while self._undo:
             self._undo.pop()()
         self.num_layers = self.num_shared = 0
@@ -61,7 +60,7 @@ class PackedLinears:
         self.num_shared += len(linears) if len(linears) > 1 else 0
 
     def _proves_equal(self, product: SharedProduct, linears: list[torch.nn.Linear]) -> bool:
-        """Return whether ``product`` gives torch's own results for ``linears``.
+        """Return whether ``product`` gives the same outputs as torch for ``linears``.
 
         The result is reused for layers of the same shapes and dtype, since these determine the rounding.
         """
@@ -99,7 +98,7 @@ class SharedProduct:
         self._widths = [linear.out_features for linear in linears]
         weights = [linear.weight.data for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        # Number of rows for which the layout is best; for others, products are at most 3 per cent slower
+        # Number of rows for which the packed layout is best; with other numbers, products are at most 3 per cent slower
         rows_hint = 64
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype).contiguous(), rows_hint)
         biases = [linear.bias.data for linear in linears if linear.bias is not None]
@@ -117,7 +116,7 @@ class SharedProduct:
         return dense if len(self._widths) == 1 else dense.split(self._widths)[index].clone()
 
     def _part(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return layer ``index``'s columns of the product, as a view; drop the product when all layers have theirs."""
+        """Return layer ``index``'s columns of the product, as a view. The last layer's call frees the product."""
         if rows is not self._rows or index not in self._parts:
             self._rows, self._parts = rows, dict(enumerate(self._compute(rows).split(self._widths, -1)))
         part = self._parts.pop(index)
@@ -150,7 +149,8 @@ def equal_within_rounding(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
     largest, apart = wanted.detach().abs().max(), (found.detach().double() - wanted.detach().double()).abs().max()
-    # Largest difference between two computations of the same rows, relative to the largest value: a few rounding units
+    # Largest difference between two computations of the same rows, relative to the largest value: a few units of
+    # rounding
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
     return bool(apart <= tolerance[wanted.dtype] * largest)
 
@@ -203,5 +203,5 @@ def multiplies_alone(kind: type[torch.nn.Linear]) -> bool:
         layer.weight.data, layer.bias.data = weight, bias
         with torch.inference_mode():
             return torch.allclose(layer(rows), F.linear(rows, weight, bias), atol=1e-6)
-    except Exception:  # the class takes other arguments
+    except Exception:  # a subclass of nn.Linear may take other arguments
         return False

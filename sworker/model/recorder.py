@@ -1,4 +1,4 @@
-"""Records a model's attention calls while a probe's forward runs."""
+"""Records a model's attention calls during the trial forward at loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdecode.sworker.run.prompts import Sight
 
 
 class Recorder:
-    """Takes the place of attention in a probe's forward: returns values, and records each call's shapes and rule."""
+    """Replaces attention in the trial forward at loading: returns v, records each call's shapes and scoring rule."""
 
     def __init__(self, hf_config: Any, masks: MaskProbe | None = None, sights: Sequence[Sight | None] = ()) -> None:
         """``masks``: records the forward's mask requests. ``sights``: the rule of each mask, None if unknown."""
@@ -103,7 +103,7 @@ class Recorder:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, calls: Calls = DENSE,
         **__: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return a tensor in place of o, of the shape that the module expects, without recording the call."""
+        """Return a tensor in place of o, of the shape that the module expects, and record nothing."""
         return calls.answer(module, query, key, value)
 
     def _sight(self, mask: torch.Tensor) -> Sight:

@@ -47,7 +47,7 @@ def has_state_types(hf_config: Any) -> bool:
 
 
 def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
-    """Raise UnsupportedModelError: the model ``what_it_does``, so it is not supported; support would take ``needs``."""
+    """Raise UnsupportedModelError. Its text says what the model does, and what support would take (``needs``)."""
     taking = f" (it would take {needs})" if needs else ""
     raise UnsupportedModelError(
         f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
@@ -56,7 +56,7 @@ def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
 
 
 def check_config(hf_config: Any) -> None:
-    """Refuse models that the probe would accept although FastDecode computes them wrongly."""
+    """Refuse models that FastDecode computes wrongly although the trial forward at loading would accept them."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
@@ -67,7 +67,7 @@ def check_config(hf_config: Any) -> None:
     if getattr(text_config, "num_hidden_layers", 1) < 1:
         refuse(hf_config, "has no layers")
     check_named(text_config)
-    # Types of layers that pass this check; the probe may still refuse them
+    # Types of layers that pass this check; the trial forward may still refuse them
     attending = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
     known = {*attending, "indexed_attention", "minimax_m3_sparse", "moe", "mlp"}
     unknown = set(getattr(text_config, "layer_types", None) or ()) - known - STATE_TYPES
@@ -77,7 +77,6 @@ def check_config(hf_config: Any) -> None:
 
 
 def _check_mpt(hf_config: Any) -> None:
-    """Refuse features of MPT that transformers' code silently ignores."""
     usual = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
     for name, value in usual.items():
         found = getattr(hf_config.attn_config, name, value)

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank has its part of every layer's heads and columns, by transformers' plan (``tp_plan``).
 
 This module cuts plain tensors, since `prepack.py` may pack layers later and replace their ``forward``. Hooks around
-``forward`` exchange data with the other ranks. Every rank has the whole embedding: to look rows up takes no time, but
-to add up partial rows of all ranks would.
+``forward`` exchange data with the other ranks. Every rank has the whole embedding: looking a row up takes no time,
+while adding up partial rows of all ranks would.
 """
 
 from __future__ import annotations
@@ -143,13 +143,14 @@ def leave(rank: Rank | None = None) -> None:
 
 
 def shard(model: Any, hf_config: Any, rank: Rank) -> None:
-    """Cut the whole ``model`` to this rank's part, whose forwards exchange data with the other ranks."""
+    """Cut the whole ``model`` to this rank's part, and let its forwards exchange data with the other ranks."""
     plan = check_plan(model, hf_config, rank.size) | plan_of_picked_heads(model) | plan_of_latent_heads(model)
     _untie(model, plan)
     modules, (_, num_kv_heads) = dict(model.named_modules()), _head_counts(hf_config)
     # Plan styles of modules whose outputs must be summed over ranks
     sums = ("moe_tp_experts", "all_reduce")
-    # Plan style of an expert that every rank computes whole; each divides it by ``size``, so that the sum is right
+    # Plan style of an expert that every rank computes whole. Each rank divides the output by ``size``, so that the sum
+    # is right.
     identity = "moe_identity_expert"
     # Plan styles that concern only gradients, or weights that every rank keeps whole
     nothing = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
@@ -167,7 +168,7 @@ def shard(model: Any, hf_config: Any, rank: Rank) -> None:
         elif module is not None:
             _check_style(name, style, sums)
             if expert_codes_of(module, "down_proj"):
-                continue  # integer products sum over ranks themselves
+                continue  # int8 layers sum over ranks themselves
             module.register_forward_hook(lambda module, args, output: _summed(output, rank))
         else:
             _cut_parameter(name, owner, style, rank)
@@ -224,7 +225,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
         return
     if style != "rowwise":
         linear.register_forward_pre_hook(lambda module, args: (rank.cut(args[0], -1), *args[1:]))
-    if codes := codes_of(linear):  # integer products sum over ranks themselves
+    if codes := codes_of(linear):  # int8 layers sum over ranks themselves
         codes.cut_inputs(name, rank)
         linear.in_features = codes.codes.shape[1]
         return
@@ -237,7 +238,7 @@ def _cut_linear(name: str, linear: torch.nn.Linear, style: str, rank: Rank, num_
 
 
 def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``cut`` to the output dimension of weight and bias, or of int8 codes and scales."""
+    """Apply ``cut`` to the output dimension of weight and bias, or of the int8 weight and its scales."""
     codes = codes_of(linear)
     if codes:
         codes.cut_outputs(cut)
@@ -251,8 +252,8 @@ def _cut_outputs(linear: torch.nn.Linear, cut: Callable[[torch.Tensor], torch.Te
 def _cut_parameter(name: str, owner: torch.nn.Module, style: str, rank: Rank) -> None:
     """Cut parameter ``name`` to this rank's part: experts' weights, or a vector with one number per head.
 
-    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. If gates and values are
-    packed into one weight, all gates come first; then both halves are cut separately.
+    Weights are [num_experts, outputs, inputs], or [num_experts, inputs, outputs] in Llama 4. If a weight packs gate and
+    up projections, the gate's outputs come first, and the two halves are cut separately.
     """
     _check_style(name, style, ("packed_colwise", "rowwise", "packed_rowwise", "colwise"))
     part = name.rpartition(".")[2]
@@ -270,7 +271,7 @@ def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _repeated(rows: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """Return ``rows`` [num_heads · dim, …], each head once per rank that computes it; as they are for 0 heads."""
+    """Return ``rows`` [num_heads · dim, …] with each head repeated once per rank that needs it; as is for 0 heads."""
     if not num_heads:
         return rows
     return rows.unflatten(0, (num_heads, -1)).repeat_interleave(size // num_heads, 0).flatten(0, 1)

@@ -153,7 +153,7 @@ class SharedExchange:
         return slots[:, : len(part)]
 
     def _wait(self) -> None:
-        # How many times a waiting rank yields its core before it sleeps
+        # How many times a waiting rank yields its core before it begins to sleep
         yields = 400
         for _ in range(yields):
             if self._flags.min() >= self._number:
@@ -162,7 +162,7 @@ class SharedExchange:
         silence_seconds = 300.0
         deadline = time.monotonic() + silence_seconds
         sleep_seconds = 2e-5
-        # How often a waiting rank sleeps before it checks that the other ranks' processes live
+        # Number of sleeps after which a waiting rank checks that the other ranks' processes live
         look_every = 100
         while True:
             for _ in range(look_every):

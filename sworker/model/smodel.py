@@ -88,11 +88,11 @@ class SModel:
 
     @property
     def kv_identity(self) -> str:
-        """A name for all of the S-part that keys and values depend on: weights, configuration, device.
+        """A name for everything in the S-worker that determines keys and values: weights, configuration, device.
 
         The R-workers' arithmetic also changes keys and values, but is not part of this name.
         """
-        # Keys that do not affect keys and values, or that ``identity`` already covers
+        # Entries of the configuration that do not affect keys and values, or that ``identity`` already covers
         unread = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
         known = {name: value for name, value in self._hf_config.to_dict().items() if name not in unread}
         text = f"{self.identity} {self.device_name} {json.dumps(known, sort_keys=True, default=str)}"
@@ -100,7 +100,6 @@ class SModel:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The torch module that ``code`` runs."""
         return self.code.module
 
     @property

@@ -1,4 +1,4 @@
-"""The probe, which finds out whether a model can be split into S-part and R-part.
+"""The trial forward at loading, which finds out whether a model can be split into S-part and R-part.
 
 It runs one forward, checks that every layer calls our attention, and reads the model's KV layout from the calls. Checks
 of the configuration alone, before loading, are in `refusals.py`.
@@ -34,7 +34,7 @@ POSITIONS = (3, 4, 0, 3, 1, 9, *range(10))
 
 
 def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
-    """Run packed probe rows through a model's code; return the layout that its attention calls show.
+    """Run a few packed rows through a model's code; return the layout that its attention calls show.
 
     With ``kv_dtype`` "auto", the cache has the model's dtype. Raise UnsupportedModelError if the model does not call
     attention exactly once per layer, asks for something that R-workers do not support, or mixes rows outside attention.
@@ -57,7 +57,7 @@ def probe_layout(code: ModelCode, hf_config: Any, kv_dtype: str) -> KVLayout:
 
 
 def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
-    """Refuse a model that does not call attention once per layer, or may drop tokens that its masks still show."""
+    """Refuse a model that does not call attention once per layer, or whose cache drops tokens that its masks show."""
     num_calls = recorder.num_calls
     if recorder.has_states:  # a hybrid's layer may call attention twice, or never
         return
@@ -73,7 +73,7 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
 
 
 def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
-    """Return whether a row gets the same bits in forwards of ``counts`` rows as in a larger one, attention aside.
+    """Return whether a row has the same bits in forwards of ``counts`` rows as in a larger forward, attention excluded.
 
     Matrix products may add in another order if the number of rows differs. Then a sequence that is recomputed in
     another batch rounds differently, which shows in 16-bit dtypes.
@@ -128,7 +128,7 @@ def _probe(code: ModelCode, hf_config: Any) -> tuple[Recorder, torch.Tensor]:
 
 
 def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
-    """Return the rule of each mask that a forward requests; None if no known rule fits. Attention is not run."""
+    """Return the rule of each mask that a forward requests; None if no known rule fits. Attention is not computed."""
     length = len(TOKENS)
     # Most tokens of a text that is made to examine masks
     longest_text = 1 << 14
@@ -141,7 +141,7 @@ def _sights(code: ModelCode, hf_config: Any) -> list[Sight | None]:
         needed = max((asked.reach for asked in texts.asked), default=0)
         if None not in sights or not length < needed <= longest_text:
             return sights
-        length = needed  # some mask functions read a token at each position that is examined
+        length = needed  # some mask functions read a token at each position, so repeat with a text of that many tokens
 
 
 class _FirstCallError(Exception):

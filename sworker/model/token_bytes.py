@@ -1,6 +1,6 @@
-"""The bytes that each token stands for, and the most bytes that any token stands for.
+"""The bytes that each token stands for, and the most bytes that any token can stand for.
 
-The latter tell how long a text can be whose tokens fit a model's context.
+The maximum bounds the length of a text whose tokens fit a model's context.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def text_bound(backend: BackendTokenizer) -> TextBound | None:
     takes_spaces = any(each["lstrip"] or each["rstrip"] for each in added)
     if shrinks is None or dropped is None or takes_spaces or not _keeps_all(told["pre_tokenizer"]):
         return None
-    if dropped and told["normalizer"] is not None:  # it may make bytes that have no token
+    if dropped and told["normalizer"] is not None:  # the normalizer may turn text into bytes that have no token
         return None
-    spells_bytes = not told["model"].get("byte_fallback")  # else each character of a token stands for one byte
+    spells_bytes = not told["model"].get("byte_fallback")  # without byte fallback, a token's characters stand for bytes
     tokens = (len(token) if spells_bytes else len(token.encode()) for token in told["model"]["vocab"])
     return TextBound(shrinks * max(*tokens, *(len(each["content"].encode()) for each in added), 1), dropped)
 

@@ -59,7 +59,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The id of each special token, by the token's text."""
+        """The id of each special token, keyed by the token's text."""
         added = self.backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -186,7 +186,7 @@ class HFTokenizer:
 
 
 def check_chat_template(template: str) -> None:
-    """Raise ConfigError, with the line, if ``template`` is not valid Jinja. Errors while it renders are ignored."""
+    """Raise ConfigError, with the line, if ``template`` is not valid Jinja. Errors at rendering are not found."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -229,7 +229,7 @@ def _parts_of(content: Any) -> list[dict[str, str]]:
 
 
 def _said(part: Any) -> Any:
-    """Return a message's part; a refusal that a client sends back is turned into text."""
+    """Return a message's part; a refusal that a client sends back becomes text."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 

@@ -1,4 +1,4 @@
-"""Loads a model with transformers' code: quantizes it, cuts it for a rank, replaces layers, and probes it."""
+"""Loads a model with transformers' code: quantizes it, cuts it for a rank, replaces layers, runs a trial forward."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ class TransformersCode:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
         return next(self.module.parameters()).device
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters in memory; packed weights count as packed."""
         return weight_bytes(self.module)
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def logits(
@@ -59,7 +56,6 @@ class TransformersCode:
         return logits
 
     def of(self, module: torch.nn.Module) -> TransformersCode:
-        """Return the code of ``module``, a part of this model's module."""
         return TransformersCode(module, self.least_rows)
 
 
@@ -84,15 +80,15 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):
-        # Norms keep a file mapped, and with it the pages of experts that were read: give these pages back
+        # Norms keep files mapped, and thereby the pages of experts that were read from these files: give these back
         FileMaps(unwritten=True).let_all_go(each for _, each in tensors_of(code.module))
     return LoadedCode(code, layout, replace(layout, layers=layers or layout.layers).absorbed, digest)
 
 
 def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineConfig) -> KVLayout:
-    """Replace layers of the model by faster forms; return the layout that the probe then finds.
+    """Replace layers of the model by faster forms; return the layout that the trial forward then finds.
 
-    If the probe then fails, all layers are restored and probed again.
+    If the trial forward then fails, all layers are restored and tried again.
     """
     model = code.module
     integers = optional("integer products").IntegerProducts(model, hf_config) if multiplies_int8(config) else None
@@ -106,6 +102,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     except UnsupportedModelError as error:
         for each in replaced:
             each.undo()
-        layout = probe_layout(code, hf_config, config.kv_cache_dtype)  # raises again if the model itself is unsupported
+        # if the model itself is unsupported, this raises the error again
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype)
         logger.info("the model runs unchanged, with nothing replaced: %s", error)
     return layout.with_state_dtype(config.state_dtype)

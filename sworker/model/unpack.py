@@ -26,7 +26,7 @@ def in_parts(
     part: Callable[[int, int], torch.Tensor],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return a weight of ``shape`` in ``dtype``, put together from ``part(begin, end)``, its rows ``begin`` to ``end``.
+    """Return a weight of ``shape`` in ``dtype``, in pieces: ``part(begin, end)`` makes rows ``begin`` to ``end``.
 
     Each ``begin`` is a multiple of ``unit``.
     """

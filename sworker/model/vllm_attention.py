@@ -1,4 +1,4 @@
-"""Hands the attention layers of a vLLM module over to our attention.
+"""Lets the attention layers of a vLLM module call our attention.
 
 Each attention layer gets another ``forward``, which passes q, k and v of the packed rows to our attention, with the
 arguments of transformers' attention functions. Layers of other kinds are refused by the name of their class.

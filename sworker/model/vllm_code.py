@@ -45,7 +45,6 @@ class VllmCode:
 
     @property
     def device(self) -> torch.device:
-        """The device that vLLM has placed the model on."""
         return torch.device(self._vllm_config.device_config.device)
 
     def logits(
@@ -60,7 +59,6 @@ class VllmCode:
         return logits[:, : self._vocab_size]
 
     def of(self, module: torch.nn.Module) -> VllmCode:
-        """Return the code of ``module``, a part of this model's module."""
         return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
 
 
@@ -141,7 +139,7 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
 
 
 def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
-    """Set how routers score experts if config.json does not say: transformers assumes a sigmoid, vLLM a softmax."""
+    """Set how routers score experts if config.json does not say: vLLM would assume a softmax, but it is a sigmoid."""
     if text_config.model_type in ("deepseek_v3", "glm4_moe_lite"):
         for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
             if getattr(text_config, name, None) is None:

@@ -104,7 +104,7 @@ class LayerCaches:
     """R-worker caches for single layers; each holds one layer of one prompt at a time.
 
     After a layer's rows have attended, its data is dropped, so memory for one layer suffices. Layers with equal
-    descriptions share a cache; in most models all layers do. A layer that uses an index's picks shares its cache with
+    descriptions share a cache; in most models all layers do. A layer whose tokens an index picks shares its cache with
     the index, which picks again for each such layer.
     """
 
@@ -178,7 +178,7 @@ def _step(
 ) -> np.ndarray:
     """Store the keys and values of positions ``tokens``, and attend the rows ``q``; return o of the last layer.
 
-    ``rows``: one layer's, or those of an index and of the layer that uses its picks.
+    ``rows``: those of one layer, or those of an index and of the layer whose tokens it picks.
     """
     first = len(rows[0].kv.prefix) + tokens.start
     with step_of(cache, mode, first, tokens.stop - tokens.start):
@@ -197,7 +197,8 @@ class StoredAttention:
 
     def attend(self, layer: int, q: torch.Tensor, kv: PromptKV, start: int) -> torch.Tensor:
         shape, rows = self._caches.layout.layers[layer], Rows(layer, to_numpy(q), kv)
-        if shape.ranks_tokens:  # an index picks when the layers attend that use it
+        # an index only stores its keys here; it picks tokens when the layers that use them attend
+        if shape.ranks_tokens:
             self._index = rows
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         own = [self._index, rows] if shape.reads >= 0 and self._index else [rows]
@@ -226,11 +227,11 @@ class TorchAttention:
         if len(kv.prefix):
             before = (torch.from_numpy(each).to(q.device, q.dtype) for each in self._prefix(layer, kv))
             keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
-        if isinstance(shape, Index):  # an index picks when the layers attend that use it
+        if isinstance(shape, Index):  # remember which tokens the index picks, for the layers that come next
             self._picked = picked(q, keys[:end], shape)
             return q.new_zeros((len(q), *shape.row_shapes[3]))
         if not isinstance(shape, Attending):
-            raise TypeError(f"layer {layer} is {shape.kind}, and no prompt attends to it here")
+            raise TypeError(f"layer {layer} is {shape.kind}, which prompt attention does not compute")
         if shape.reads >= 0:
             return reference_attention(q, keys[:end], values[:end], shape, self._picked)
         return part_attention(q, keys, values, shape, start)

@@ -33,7 +33,7 @@ It may wait for the state after earlier parts, and its exceptions end the comput
 
 
 def no_states(layer: int, rows: torch.Tensor) -> torch.Tensor:
-    """Raise RuntimeError. Models without recurrent layers pass this as ``advance``."""
+    """Raise RuntimeError. Models without recurrent layers pass this as ``compute_part``'s ``advance``."""
     raise RuntimeError(f"layer {layer} is recurrent, and nothing advances its state by {len(rows)} rows")
 
 

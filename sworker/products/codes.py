@@ -1,4 +1,4 @@
-"""The weight of a linear layer as int8 codes, before it is cut for ranks and packed for the kernels."""
+"""The weight of a linear layer as int8 numbers (codes), before it is cut for ranks and packed for the kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERTS = "expert_codes"
 
 
 class Ranks(Protocol):
-    """The methods of ``sharding.Rank`` that integer products call."""
+    """The methods of ``sharding.Rank`` that int8 layers call."""
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class IntegerCodes:
 
 
 def codes_of(linear: torch.nn.Module) -> IntegerCodes | None:
-    """Return the codes of the quantized layer ``linear`` before it is packed; None for any other layer."""
+    """Return the int8 weight of the quantized layer ``linear`` before packing; None for any other layer."""
     return linear.__dict__.get(NAME)
 
 
@@ -84,7 +84,7 @@ def quantized(weight: torch.Tensor, block: int) -> IntegerCodes:
 
 
 def block_of(width: int, num_heads: int, is_cut: bool) -> int:
-    """Return the number of inputs that a rotation mixes, for rows of ``width``: the most that the kernels can.
+    """Return how many neighbouring inputs a rotation mixes, for rows of ``width``: the most that the kernels can.
 
     ``is_cut``: rows are split among ranks. Each rank then has whole blocks, for any number of ranks that divides heads.
     """
@@ -93,7 +93,8 @@ def block_of(width: int, num_heads: int, is_cut: bool) -> int:
     common = math.gcd(*(width // degree for degree in degrees if num_heads % degree == 0 and width % degree == 0))
     most = 4096  # most elements of a block
     block = min(common & -common, most)
-    for factor in (3, 5, 7) if block >= 16 else ():  # the kernels apply these factors to whole vectors of 16
+    # the kernels mix 3, 5 or 7 parts only as whole vectors of 16 elements
+    for factor in (3, 5, 7) if block >= 16 else ():
         while common % (block * factor) == 0 and block * factor <= most:
             block *= factor
     return block
@@ -123,13 +124,13 @@ def set_codes(linear: Any, codes: IntegerCodes) -> None:
 
 
 def expert_codes_of(module: torch.nn.Module, part: str) -> list[IntegerCodes] | None:
-    """Return the codes of each expert for parameter ``part`` before packing; None without codes."""
+    """Return the int8 weights of parameter ``part``, one per expert, before packing; None if it is not quantized."""
     found: dict[str, list[IntegerCodes]] = module.__dict__.get(EXPERTS, {})
     return found.get(part)
 
 
 def cut_experts(name: str, codes: list[IntegerCodes], style: str, rank: Ranks) -> None:
-    """Cut each expert to the part of ``rank``; packed gates and values are cut separately."""
+    """Cut each expert's int8 weight to the part of ``rank``; packed gate and up projections are cut separately."""
     for each in codes:
         if style.endswith("rowwise"):
             each.cut_inputs(name, rank)

@@ -84,11 +84,11 @@ class ExpertProducts:
     """The packed experts of one layer."""
 
     def __init__(self, module: Any, codes: dict[str, list[IntegerCodes]]) -> None:
-        """``codes``: by parameter, the codes of each expert, which are freed when the expert is packed."""
+        """``codes``: by parameter, the int8 weight of each expert, which is freed when the expert is packed."""
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
-        self.codes = codes  # read first: `_packed` frees the codes
+        self.codes = codes  # before `_packed` frees the codes
         self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
         for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
             own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
@@ -129,7 +129,7 @@ class ExpertProducts:
     def _multiply_with_ranks(
         self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
     ) -> None:
-        """Multiply if inputs are split among ranks: all ranks use one scale per row; their integer sums are added."""
+        """Multiply if inputs are split among ranks. All ranks use one scale per row, and add their integer sums."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
         threads = torch.get_num_threads()
         for expert, own in groups:

@@ -1,6 +1,6 @@
 """Gated feed-forward layers in two calls: a product for gate and up; then activation, rotation and down's product.
 
-The module's code is not changed. The module gets another ``forward`` if the two calls prove equal on random rows.
+The module's code is not changed. The module gets another ``forward`` if a trial on random rows gives equal outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class GatedLayers:
         return len(self._replaced)
 
     def undo(self) -> None:
-        """Restore every module's own ``forward``."""
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
@@ -74,7 +73,7 @@ class GatedLayers:
         return None
 
     def _proven(self, module: Any, first: IntegerProduct, second: IntegerProduct) -> str | None:
-        """Return the activation with which two calls equal the module's own code; None if none does."""
+        """Return the activation with which the two calls equal the module's own code; None if no activation does."""
         function: Any = getattr(module, "act_fn", getattr(module, "activation_fn", None))
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(first.dtype)
         try:

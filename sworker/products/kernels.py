@@ -29,7 +29,7 @@ def integer_isa() -> str:
     """Return the fastest instruction set of this CPU whose products are exact. Raise ModelLoadError if none is."""
     use_openmp()
     limit = os.environ.get("FASTDECODE_ISA", "")
-    # By value of FASTDECODE_ISA, which R-workers read too: the kernels that it allows; other values allow all
+    # Kernels that each value of FASTDECODE_ISA allows, which limits R-workers too; other values allow all
     limited_to = {"scalar": ("scalar",), "avx2": ("scalar", "avx2"), "avx512": ("scalar", "avx2")}
     allowed = limited_to.get(limit, tuple(_sworker.integer_isas()))
     for isa in reversed(_sworker.integer_isas()):
@@ -50,7 +50,7 @@ def use_openmp() -> None:
 
 
 def is_exact(isa: str) -> bool:
-    """Return whether products with ``isa`` equal exact integer products, also for the largest codes of either sign."""
+    """Return whether matrix products with ``isa`` are exact, also for the largest int8 numbers of either sign."""
     return all(_is_exact(isa, width, num_rows) for width, num_rows in PROOF_SHAPES)
 
 
@@ -73,7 +73,7 @@ def _is_exact(isa: str, width: int, num_rows: int) -> bool:
 def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> str:
     """Return the name of the kernels' activation that computes the same as ``gated``; "" if none does.
 
-    ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It contains no product, so all ranks find the same name.
+    ``gated`` maps rows [n, 2], a gate and a value, to [n, 1]. It has no matrix product, so ranks find the same name.
     """
     pairs = torch.randn(256, 2, generator=torch.Generator()) * torch.tensor([4.0, 1.0])
     rows = torch.stack((pairs[:, 0], pairs[:, 1].abs()), -1).to(dtype)
@@ -84,7 +84,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     x, found = as_rows(rows), torch.empty(len(rows))
     one = _sworker.IntegerWeights(np.ones((1, 1), np.int8), np.ones(1, np.float32), None, 1, 1)
     for activation in ACTIVATIONS:
-        # rows have one element, so ``find_peaks`` returns the magnitude of the activation itself
+        # ``find_peaks`` returns each row's largest magnitude, which for one element is the activation's magnitude
         one.find_peaks(array(x), found.numpy(), activation, integer_isa(), 1)
         if equal_within_rounding(found.to(dtype), wanted):
             return activation
@@ -94,7 +94,7 @@ def activation_of(gated: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
 def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Return whether at least three rows in four differ only by rounding.
 
-    If values round differently before they are quantized, a few rows get another code and differ by more.
+    A value that rounds differently may quantize to the next int8 number. So a few rows may differ by more.
     """
     pairs = zip(found.flatten(0, -2), wanted.flatten(0, -2), strict=True)
     equal = [equal_within_rounding(*pair) for pair in pairs]

@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
-    """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as its codes exist.
+    """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as it is quantized.
 
-    ``published``: readers of codes in the checkpoint, by weight name. These codes are used unchanged, without rotation.
+    ``published``: readers of int8 weights in the checkpoint, by name. These are used unchanged, not rotated.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
@@ -82,15 +82,16 @@ def _is_quantized(name: str, module: torch.nn.Module, expert_counts: set[int]) -
     # int32.
     if module.out_features < 16 or module.in_features > 130_000:
         return False
-    if module.out_features in expert_counts and not name.endswith("_proj"):  # a router
+    # a router, recognized by its number of outputs
+    if module.out_features in expert_counts and not name.endswith("_proj"):
         return False
-    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers multiply with them
+    # Parts of names of layers that stay unquantized: they choose experts or tokens, or R-workers use their weights
     kept_names = ("router", "indexer", "kv_b_proj")
     return not any(part in name for part in kept_names)
 
 
 def expert_counts(hf_config: Any) -> set[int]:
-    """Return the numbers of experts that the model's layers have. A linear layer with so many outputs is a router."""
+    """Return the numbers of experts that layers of the model have. A linear layer with so many outputs is a router."""
     text_config = hf_config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return {int(getattr(text_config, name, None) or 0) for name in names} - {0}
@@ -105,14 +106,14 @@ class IntegerLinears:
     """The packed, quantized linear layers of a model. Their weights cannot be restored."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Pack every layer that has codes. Raise ModelLoadError if a product is not exact."""
+        """Pack every layer with an int8 weight. Raise ModelLoadError if the kernels multiply wrongly."""
         self.num_layers = 0
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
         """The product of each layer, by the layer's ``id()``."""
         for linears in list(_groups(model)):
             self._pack(linears)
-            return_free_memory()  # otherwise memory would be fragmented by freed codes between packed ones
+            return_free_memory()  # otherwise the freed int8 weights would leave holes between packed weights
         if self.num_layers:
             logger.info("%d linear layers multiply integers", self.num_layers)
 
@@ -138,7 +139,7 @@ class IntegerProduct(SharedProduct):
     """One integer product for layers that read the same rows."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
-        """``codes``: the codes of each of ``linears``, all with the same block size."""
+        """``codes``: the int8 weight of each of ``linears``, all with the same block size."""
         self._own_dtype = linears[0].weight.dtype
         self._widths = [len(each.codes) for each in codes]
         self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
@@ -166,7 +167,7 @@ class IntegerProduct(SharedProduct):
         return sum(self._widths)
 
     def weight(self, index: int) -> torch.Tensor:
-        """See ``SharedProduct.weight``; the weight is made from the codes."""
+        """See ``SharedProduct.weight``. The weight is computed from int8 numbers and scales."""
         first = sum(self._widths[:index])
         own = slice(first, first + self._widths[index])
         codes = torch.from_numpy(self._weights.unpack())[own]
@@ -187,9 +188,9 @@ class IntegerProduct(SharedProduct):
         return out.view(*rows.shape[:-1], self.num_outputs).to(rows.dtype)
 
     def _multiply_with_ranks(self, rank: Ranks, x: Any, out: Any, activation: str, threads: int) -> None:
-        """Multiply if inputs are split among ranks. All ranks use one scale per row and add integer sums once.
+        """Multiply if inputs are split among ranks. All ranks quantize a row with one scale and add integer sums once.
 
-        So the bits are those of a single rank.
+        So the bits are the same as with a single rank.
         """
         peaks, sums = torch.empty(len(x)), torch.empty(out.shape, dtype=torch.int32)
         self._weights.find_peaks(x, peaks.numpy(), activation, self._isa, threads)
@@ -219,7 +220,7 @@ class IntegerProduct(SharedProduct):
 
 
 def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
-    """Yield every layer with codes, grouped with those that read the same rows."""
+    """Yield every quantized layer, grouped with the layers that read the same rows."""
     seen: set[int] = set()
     # Names of sibling layers that read the same rows, which a shared product quantizes only once
     shared_inputs = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -238,7 +239,7 @@ def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
 def _can_share(linears: Sequence[Any]) -> bool:
     """Return whether these layers can share a product.
 
-    All need codes, equal input and block sizes, inputs that ranks do not split, and either all or no biases.
+    All must be quantized, with equal input and block sizes, unsplit inputs, and either all or no biases.
     """
     codes = [codes_of(linear) for linear in linears]
     kinds = {

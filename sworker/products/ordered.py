@@ -38,7 +38,7 @@ class OrderedWeight(torch.nn.Parameter):
 
 
 def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``F.linear``, computed in float32 in a fixed order and rounded to the dtype of ``rows``."""
+    """Return the result of ``F.linear``, computed in float32 in a fixed order and rounded to the dtype of ``rows``."""
     x = rows.detach().reshape(-1, rows.shape[-1]).float().contiguous()
     out = torch.empty(len(x), len(weight))
     own = weight.detach().float().contiguous()
@@ -48,13 +48,13 @@ def ordered_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def order_products(model: torch.nn.Module, hf_config: Any) -> int:
-    """Give routers and small unquantized linear layers an ``OrderedWeight``; return how many there are."""
+    """Give routers and small unquantized linear layers an ``OrderedWeight``; return the number of such layers."""
     counts, found = expert_counts(hf_config), 0
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 2 or isinstance(weight, PackedWeight | OrderedWeight):
             continue
-        # For more than 1 << 22 elements, torch's product is much faster, and is kept
+        # Weights of more than 1 << 22 elements keep torch's product, which is much faster for them
         is_router = "Router" in type(module).__name__ or len(weight) in counts
         is_small = type(module) is torch.nn.Linear and "forward" not in vars(module)
         if (is_router or is_small) and weight.numel() <= 1 << 22 and weight.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Integer products of a whole model: quantized while it is loaded; packed when it is cut and placed."""
+"""int8 products of a whole model: weights are quantized at loading, and packed once they are on their device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fastdecode.sworker.products.ordered import order_products
 
 
 def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Give the linear layers and experts of ``model`` integer codes.
+    """Quantize the linear layers and experts of ``model`` to int8.
 
-    ``published``: the checkpoint's own codes. ``dtype``: that to which packed weights are first unpacked.
+    ``published``: the checkpoint's own int8 weights. ``dtype``: that to which packed weights are first unpacked.
     """
     restore_linears(model, dtype)
     quantize_linears(model, hf_config, published)
@@ -29,7 +29,7 @@ def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any
 
 
 class IntegerProducts:
-    """Packs the integer products of a quantized model, and lets its small float products add in a fixed order."""
+    """Packs the int8 weights of a quantized model, and lets its small float products add in a fixed order."""
 
     def __init__(self, model: torch.nn.Module, hf_config: Any) -> None:
         self._model, self._linears = model, IntegerLinears(model)

@@ -59,7 +59,6 @@ class GraphRecorder:
             torch.cuda.synchronize(self._device)
 
     def pool(self) -> Any:
-        """Return a new memory pool."""
         return torch.cuda.graph_pool_handle()
 
     def begin(self, pool: Any) -> Any:
@@ -69,7 +68,6 @@ class GraphRecorder:
         return graph
 
     def end(self, graph: Any) -> None:
-        """End the capture of ``graph``."""
         graph.capture_end()
 
 
@@ -85,7 +83,7 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """The model's forward as graphs for a fixed number of rows: one before each attention call, and a last one.
+    """The model's forward as CUDA graphs for a fixed number of rows: one before each attention call, and a last one.
 
     ``input_ids``, ``position_ids``: int64 [1, rows]; ``logits`` [rows, vocab].
     """
@@ -142,8 +140,8 @@ class ModelGraphs:
     def __init__(self, code: ModelCode, recorder: GraphRecorder, num_mini_batches: int, max_rows: int) -> None:
         """Capture graphs of up to ``max_rows`` rows for each mini-batch.
 
-        A model runs without graphs, with a warning, if it reads values back from the GPU, or if its graphs do not prove
-        equal.
+        A model runs without graphs, with a warning, if it reads values back from the GPU, or if its graphs give other
+        logits than its own code.
         """
         smaller = sum(count < max_rows for count in ROW_COUNTS)
         counts = ROW_COUNTS[: smaller + 1]
@@ -175,7 +173,7 @@ class _Capture:
         self._code, self._recorder, self._pool = code, recorder, recorder.pool()
         self._max_rows, self._device = counts[-1], code.device
         self._static: dict[tuple[object, ...], torch.Tensor] = {}
-        # The largest row count comes first, so that smaller ones fit into the memory that it took
+        # The largest row count comes first, so that smaller ones reuse the memory that it took
         self.forwards = {count: self._capture(count) for count in reversed(counts)}
 
     def _capture(self, count: int) -> CapturedForward:
@@ -192,7 +190,7 @@ class _Capture:
         try:
             captured = self._run(count, graphs, next_graph)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # ending a failed capture raises another error
+            with contextlib.suppress(RuntimeError):  # ending a failed capture raises a second error
                 self._recorder.end(graphs[-1])
             raise
         self._recorder.end(graphs[-1])
@@ -224,18 +222,18 @@ class _Capture:
         return CapturedForward(input_ids, position_ids, graphs, attention, logits)
 
     def _kept(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy ``rows`` into static rows, so that no later segment reuses their memory; return the static rows."""
+        """Copy ``rows`` into static rows, whose memory no later graph segment reuses; return the static rows."""
         return self._rows(name, len(rows), rows.shape[1:], rows.dtype).copy_(rows)
 
     def _rows(self, name: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``count`` static rows for tensor ``name`` of this shape, which all layers share."""
         key = (name, *shape, dtype)
-        if key not in self._static:  # made in the first warm-up, so never in a graph's memory pool
+        if key not in self._static:  # made in the first warm-up forward, so never in a graph's memory pool
             self._static[key] = torch.zeros((self._max_rows, *shape), dtype=dtype, device=self._device)
         return self._static[key][:count]
 
     def _prove(self, captured: CapturedForward, count: int) -> None:
-        """Raise RuntimeError if the graphs' logits differ from the model's own, for other tokens than at capture."""
+        """Raise RuntimeError if the graphs' logits differ from the model's own on other tokens than at capture."""
 
         def values_as_o(rows: AttentionRows) -> None:
             values = rows.v if rows.v.shape[2] else rows.k[..., : rows.o.shape[2]]
@@ -248,6 +246,6 @@ class _Capture:
         captured.logits.zero_()
         captured.replay(lambda layer, rows: values_as_o(rows))
         if not equal_within_rounding(captured.logits, wanted):
-            raise RuntimeError("CUDA graphs of this model do not give what its own code gives")
+            raise RuntimeError("CUDA graphs of this model give other logits than its own code")
         captured.input_ids.zero_()
         captured.position_ids.zero_()

@@ -34,7 +34,6 @@ class CudaDevice:
         return torch.cuda.current_stream(self.device)
 
     def event(self, timing: bool = False) -> Any:
-        """Return a new event."""
         return torch.cuda.Event(enable_timing=timing)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +45,6 @@ class CudaDevice:
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, host: torch.Tensor) -> bool:
-        """Return whether a host tensor is already page-locked."""
         return host.is_pinned()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
@@ -144,8 +142,9 @@ class _Transfer:
         sizes = [rows.numel() for rows in qkv]
         gathered = self._qkv.room(sum(sizes), self._dtype)
         landing = self._pinned_qkv.room(sum(sizes), self._dtype)
-        # o's buffer is made before `computed`, since the up stream must not write memory that the compute stream still
-        # reads. A row of o has the width of values; if no values are sent, keys contain them and are as wide.
+        # o's buffer is made before `computed` is recorded: otherwise the stream that copies o up might write memory
+        # that the compute stream still reads. A row of o is as wide as a row of v. If no v is sent, k contains the
+        # values and is as wide.
         self._o.room(shapes[0][0] * shapes[0][1] * (shapes[2][2] or shapes[1][2]), self._dtype)
         for part, rows in zip(gathered.split(sizes), qkv, strict=True):
             part.view(rows.shape).copy_(rows)
@@ -201,11 +200,9 @@ class _Stopwatch:
         self._count = 0
 
     def restart(self) -> None:
-        """Drop all marks, and reuse their events."""
         self._count = 0
 
     def mark(self) -> None:
-        """Record when the compute stream reaches this point."""
         if self._count == len(self._events):
             self._events.append(self._gpu.event(timing=True))
         self._events[self._count].record(self._gpu.compute_stream())

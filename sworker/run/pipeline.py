@@ -125,7 +125,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
-        """Return o of all rows in packed order. ``remote``: R-workers' rows; ``prompts``: each chunk's rows."""
+        """Return o of all rows in packed order. ``remote``: rows from R-workers; ``prompts``: each chunk's rows."""
         if len(remote) == num_padded_rows:
             return remote[None]
         o = remote.new_zeros((num_padded_rows, *remote.shape[1:]))
@@ -136,7 +136,7 @@ class MiniBatchForward:
 
 
 class Forward(Protocol):
-    """A mini-batch's forward. Its greenlet pauses in every attention call, and ends with the logits."""
+    """The interface of a mini-batch's forward: a greenlet that pauses in attention calls, and ends with the logits."""
 
     mini_batch: int
     layer: int
@@ -147,7 +147,7 @@ class Forward(Protocol):
 
 
 class Graphs(Protocol):
-    """Captured graphs of a model's decodes (``ModelGraphs``)."""
+    """The interface of a model's captured decodes (``ModelGraphs``)."""
 
     def forward(self, mini_batch: int, packed: PackedRows, staging: Staging) -> Forward | None:
         """Return a forward of ``packed`` that replays graphs; None if no captured graphs fit these rows."""
@@ -233,9 +233,9 @@ class Pipeline:
             paused.append(forward)
 
     def _next(self, paused: deque[Forward]) -> Forward:
-        """Remove a mini-batch from ``paused`` and return it: the one paused longest of those whose o can be collected.
+        """Remove a mini-batch from ``paused`` and return it: of those whose o can be collected, the one paused longest.
 
-        If there is none, take the one paused longest; the caller then waits for its o.
+        If no o can be collected, take the one paused longest; the caller then waits for its o.
         """
         waiting = [forward.mini_batch for forward in paused]
         mini_batch = self.staging.next_ready(waiting[:1] if self.in_order else waiting)

@@ -1,4 +1,4 @@
-"""Prompt chunks' attention by torch on the model's device, with the keys, values and indexes' picks that it needs."""
+"""Attention of prompt chunks by torch on the model's device, over keys, values and picked tokens that it keeps."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class PromptScratch:
         if rows.context_len or not rows.last_of_prompt:
             k, v = self.extend(rows.sequence_id, layer, rows.context_len, k, v)
         spec, sequence_id = self._layers[layer], rows.sequence_id
-        if isinstance(spec, Index):  # the next layers use the picks
+        if isinstance(spec, Index):  # an index layer: the next layers attend only to the tokens that it picks
             self._picked[sequence_id] = picked(q, k, spec)
             return q.new_zeros((len(q), *spec.row_shapes[3]))
         if not isinstance(spec, Attending):
-            raise TypeError(f"layer {layer} is {spec.kind}, and no prompt attends to it here")
+            raise TypeError(f"layer {layer} is {spec.kind}, which prompt attention does not compute")
         if spec.reads >= 0:
             return reference_attention(q, k, v, spec, self._picked[sequence_id])
         return prompt_attention(q, k, v, spec)

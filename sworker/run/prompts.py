@@ -23,7 +23,7 @@ from fastdecode.sworker.run.staging import PromptRows, from_numpy, to_numpy
 
 
 class Sight(NamedTuple):
-    """The rule that says which tokens a query sees. Without a window, these are its own and all earlier ones.
+    """The rule that says which tokens a query sees. Without a window: the query's own token and all earlier ones.
 
     A ``window`` other than 0 limits them to the last ``window`` tokens, the query's own included. If ``chunked``,
     positions are instead divided into blocks of ``window`` tokens, and a query sees its own block up to its own token.
@@ -57,7 +57,7 @@ MASK_ELEMENTS = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def slopes_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """Return the layer's ALiBi slopes, float32 [num_heads], cached on ``device``, since a copy makes the host wait."""
+    """Return the layer's ALiBi slopes, float32 [num_heads], cached on ``device``, since a copy stalls the host."""
     return torch.tensor(layer.alibi_slopes, device=device)
 
 
@@ -70,7 +70,7 @@ def alibi_bias(num_rows: int, num_keys: int, layer: Attending, device: torch.dev
 
 @functools.lru_cache(maxsize=1024)
 def sinks_on(layer: Attending, device: torch.device) -> torch.Tensor:
-    """Return the layer's sinks, float32 [num_heads], cached on ``device``, since a copy makes the host wait."""
+    """Return the layer's sinks, float32 [num_heads], cached on ``device``, since a copy stalls the host."""
     return torch.tensor(layer.sinks, device=device)
 
 
@@ -85,10 +85,11 @@ def values_of(k: torch.Tensor, v: torch.Tensor, layer: Attending) -> torch.Tenso
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Attending, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return prompt attention by plain float32 operations, with all rules of a layer; tests compare others with it.
+    """Return prompt attention by plain float32 operations, with all rules of a layer; tests compare other code with it.
 
     ``q`` [rows, num_heads, key_head_dim]; ``k`` and ``v`` [keys, num_kv_heads, …], the rows' own keys last. The result
-    is [rows, num_heads, value_head_dim] in q's dtype. ``seen``: an index's picks, bool [1 or num_kv_heads, rows, keys].
+    is [rows, num_heads, value_head_dim] in q's dtype. ``seen``: the tokens that an index picks, bool [1 or
+    num_kv_heads, rows, keys].
     """
     group = layer.num_heads // layer.num_kv_heads
     keys = k.float().repeat_interleave(group, dim=1)
@@ -148,7 +149,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: A
 
 def _tile_rows(layer: Attending, num_keys: int) -> int:
     """Return how many rows share one mask: fewer with ALiBi, whose masks differ by head."""
-    # Rows of a later chunk that attend together, over all earlier keys and, masked, over each other's keys
+    # Rows of a later chunk that attend in one call: over all earlier keys and, with a mask, over keys of the same rows
     tile_rows = 256
     return max(1, MASK_ELEMENTS // (layer.num_heads * num_keys)) if layer.alibi_slopes else tile_rows
 
@@ -182,7 +183,7 @@ class PromptAttention(Protocol):
         """
 
     def end_step(self) -> None:
-        """Keep the chunks of the step."""
+        """Keep the keys and values of the step's chunks."""
 
     def abandon_step(self) -> None:
         """Drop the chunks of the step; no effect without an open step."""
@@ -209,7 +210,7 @@ class PromptCache:
         self._in_step = False
 
     def begin_step(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """See ``PromptAttention.begin_step``. Without chunks, and without sequences to free, the R-worker gets no step.
+        """See ``PromptAttention.begin_step``. A step with no chunk to attend and no sequence to free is not sent.
 
         Kept tokens at or after a chunk's first position are dropped: the prompt has restarted, or a step failed.
         """
@@ -261,7 +262,7 @@ class PromptCache:
 
 
 def _spans(mini_batch: MiniBatch) -> np.ndarray:
-    """Return the chunks that attend on the S-worker as SPAN records, for its own R-worker."""
+    """Return the chunks that attend on the S-worker as SPAN records for ``PromptCache``'s own R-worker."""
     chunks = mini_batch.chunks[~mini_batch.chunks["attends"]]
     spans = np.full(len(chunks), SpanMode.ATTEND, SPAN)
     for name in ("sequence_id", "context_len", "num_rows"):

@@ -17,7 +17,7 @@ from fastdecode.sworker.sampling.prompt_scores import ScoredPrompt
 
 
 class RandomPrompts(SWorker):
-    """An S-worker that sends random q, k and v, and samples token 1 only. Every rank of tensor parallelism does so."""
+    """An S-worker, on every tensor-parallel rank, that sends random q, k and v, and always samples token 1."""
 
     def run(
         self,

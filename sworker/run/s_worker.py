@@ -40,9 +40,9 @@ Lead = Callable[[ScheduledStep, bool], contextlib.AbstractContextManager[None]]
 
 
 class SWorker:
-    """Runs the model for scheduled steps, by the pipeline or by CUDA graphs, and samples.
+    """Runs the model for scheduled steps, by the pipeline or by CUDA graphs, and samples tokens.
 
-    ``taps``: the queries that were kept during the last step.
+    ``taps``: queries of the last step, kept because a request asked which tokens they attended to.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SWorker:
     ) -> dict[int, list[SampledToken]]:
         """Return the sampled tokens by sequence.
 
-        ``logits``: tensors [rows, vocab_size]. ``num_logits``: the number of rows of each sequence, in their order.
+        ``logits``: tensors [rows, vocab_size]. ``num_logits``: each sequence's number of rows, in the rows' order.
         """
         if not num_logits:
             return {}
@@ -206,7 +206,7 @@ class SWorker:
     def _count_device_time(self, before: Mapping[str, float], device_seconds: float) -> None:
         """Count the GPU's compute time as model time, and the remaining time since ``before`` as waiting.
 
-        The thread's own times say little, since it mostly queues work that the GPU computes later.
+        This thread's own times say little: it mostly queues work that the GPU computes later.
         """
         seconds = self.clock.seconds
         spent = sum(seconds[state] - before[state] for state in (MODEL, WAIT))
@@ -221,7 +221,6 @@ class SWorker:
 
 
 def make_staging(backend: AttentionBackend, device: torch.device) -> Staging:
-    """Return the staging for a model on ``device``."""
     if device.type != "cuda":
         return HostStaging(backend)
     cuda = optional("CUDA staging")

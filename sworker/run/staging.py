@@ -27,10 +27,10 @@ class PromptRows:
 
 
 class Tap(Protocol):
-    """Keeps the queries of some rows of a mini-batch."""
+    """The interface of an object that keeps the queries of some rows of a mini-batch."""
 
     def take(self, layer: int, q: torch.Tensor) -> None:
-        """Copy the rows to keep from ``q``, [rows, num_heads, query_dim], before its memory is reused."""
+        """Copy the wanted rows of ``q``, [rows, num_heads, query_dim], before its memory is reused."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     on_host = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return on_host
-    # torch keeps the pinned memory until the copy ends
+    # torch keeps the pinned tensor's memory until its copy has ended
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
@@ -190,7 +190,7 @@ class HostStaging:
 
 
 class QueryTap:
-    """Keeps some rows' queries of one mini-batch, layer by layer, on the model's device."""
+    """Keeps the queries of some rows of one mini-batch, layer by layer, on the model's device."""
 
     def __init__(self, rows: np.ndarray, device: torch.device) -> None:
         """``rows``: int64 [num_rows], indices into all rows of the mini-batch."""
@@ -199,11 +199,11 @@ class QueryTap:
         self._queries: dict[int, torch.Tensor | np.ndarray] = {}
 
     def take(self, layer: int, q: torch.Tensor) -> None:
-        """Keep the tapped rows' queries in ``layer``. ``q``: [rows, num_heads, query_dim] of the whole mini-batch."""
+        """Keep the chosen rows' queries in ``layer``. ``q``: [rows, num_heads, query_dim] of the whole mini-batch."""
         self._queries[layer] = q.index_select(0, self._rows)
 
     def of(self, row: int, layer: int) -> np.ndarray:
-        """Return the queries of row ``row`` in ``layer``, [1, num_heads, query_dim]."""
+        """Return the queries of row ``row`` of the mini-batch in ``layer``, [1, num_heads, query_dim]."""
         found = self._queries[layer]
         if isinstance(found, torch.Tensor):
             self._queries[layer] = found = to_numpy(found.cpu())
@@ -212,14 +212,14 @@ class QueryTap:
 
 
 class QueryTaps:
-    """The query taps of one step, by mini-batch. Implements ``Queries`` for the rows that they keep."""
+    """The queries that are kept in one step, by mini-batch. Implements ``Queries`` for these rows."""
 
     def __init__(self, rows: Sequence[np.ndarray], device: torch.device) -> None:
-        """``rows``: for each mini-batch, the indices of its tapped rows; empty if the step taps nothing."""
+        """``rows``: for each mini-batch, the indices of rows whose queries are kept; empty if the step keeps none."""
         self._taps = {index: QueryTap(each, device) for index, each in enumerate(rows) if len(each)}
 
     def __getitem__(self, mini_batch: int) -> QueryTap | None:
-        """Return the tap of mini-batch ``mini_batch``; None if none of its rows is tapped."""
+        """Return what keeps the queries of mini-batch ``mini_batch``; None if none of its queries are kept."""
         return self._taps.get(mini_batch)
 
     def of(self, mini_batch: int, row: int, layer: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Keys and values as R-workers' caches would return them, for prompts that torch attends.
+"""Rounds keys and values as R-workers' caches do, for prompts that torch attends.
 
 R-workers attend over the rows that their caches store, rounded or quantized. Torch must attend over the same numbers.
 Otherwise a prompt's tokens would depend on where it attends: on the GPU, or on R-workers after a cached prefix.
@@ -27,11 +27,11 @@ def as_stored(k: torch.Tensor, v: torch.Tensor, layer: Layer, kv_dtype: str) -> 
 
 
 def _quantized(rows: torch.Tensor, kv_dtype: str, top_code: int) -> torch.Tensor:
-    """Return ``rows`` [rows, heads, dim] quantized and decoded again. ``top_code``: the largest code of int4."""
+    """Return ``rows`` [rows, heads, dim], quantized and dequantized. ``top_code``: the largest int4 number."""
     floats = rows.float()
     if kv_dtype == "int8":
         return _int8(floats).to(rows.dtype)
-    groups = _rotated(floats).split(64, dim=-1)  # one scale and one zero per 64 elements
+    groups = _rotated(floats).split(64, dim=-1)  # one scale and one zero point per 64 elements
     return _rotated(torch.cat([_int4(group, top_code) for group in groups], dim=-1)).to(rows.dtype)
 
 
@@ -41,9 +41,9 @@ def _int8(floats: torch.Tensor) -> torch.Tensor:
 
 
 def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
-    """Return a group's elements as int4 and decoded again.
+    """Return the elements of a quantization group as int4, dequantized.
 
-    The zero is the group's minimum, rounded down to bfloat16; the scale is rounded to the nearest.
+    The zero point is the group's minimum, rounded down to bfloat16; the scale is rounded to the nearest bfloat16.
     """
     low, high = floats.amin(dim=-1, keepdim=True), floats.amax(dim=-1, keepdim=True)
     bits = low.view(torch.int32)
@@ -53,13 +53,13 @@ def _int4(floats: torch.Tensor, top_code: int) -> torch.Tensor:
 
 
 def _divided(floats: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return ``floats / divisor``, exactly rounded. On a GPU, torch multiplies by a plain number's reciprocal."""
+    """Return ``floats / divisor``, exactly rounded. On a GPU, torch multiplies by a Python number's reciprocal."""
     return floats / torch.full_like(floats, divisor)
 
 
 def _checked(scale: torch.Tensor) -> torch.Tensor:
     """Return ``scale`` with subnormal scales as 0 and infinite ones as NaN, as R-workers store them."""
-    least = torch.finfo(torch.float32).tiny  # the same limit as in rworker_cpp/src/kernels/quantize.hpp
+    least = torch.finfo(torch.float32).tiny  # R-workers have the same limit: rworker_cpp/src/kernels/quantize.hpp
     return torch.where(scale < least, 0.0, torch.where(scale.isinf(), torch.nan, scale))
 
 

@@ -27,7 +27,6 @@ REST_SECONDS = 1.0, 16.0
 
 
 def set_threads(num_threads: int) -> None:
-    """Set the number of threads that torch uses within one operation."""
     torch.set_num_threads(num_threads)
 
 
@@ -65,7 +64,7 @@ class SharedCores:
         now: Callable[[], float] = time.perf_counter,
         cpu_now: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``now``, ``cpu_now``: clocks for elapsed seconds, and for seconds in which this thread ran on a core."""
+        """``now``, ``cpu_now``: clocks, in seconds, of elapsed time and of this thread's time on a core."""
         self._all = self.num_threads = threads_now()
         self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
         self._started = self._cpu_started = 0.0
@@ -79,8 +78,8 @@ class SharedCores:
     def pinned(self) -> Iterator[None]:
         """Within the context, pin each of torch's threads to a core of its own, if there are as many threads as cores.
 
-        The first of them is the calling thread. R-workers' threads are pinned too, and beside pinned threads Linux
-        tends to wake two of torch's threads on one core, and leaves both there.
+        The calling thread is one of them. Beside R-workers' threads, which are pinned too, Linux tends to wake two of
+        torch's threads on one core, and leaves them there.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = self._team() if self.num_threads == len(cores) > 1 else []
@@ -105,7 +104,7 @@ class SharedCores:
                 self._team_key = None
 
     def start(self) -> None:
-        """Note that model code starts. Use all threads again if the time with fewer threads is over."""
+        """Record that model code starts. Use all threads again if the time with fewer threads is over."""
         self._started, self._cpu_started = self._now(), self._cpu_now()
         if self._threads_now() != self.num_threads:  # the user's program has changed torch's number of threads
             self._all = self.num_threads = self._threads_now()
@@ -113,7 +112,7 @@ class SharedCores:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Note that model code ends. Use fewer threads if this thread repeatedly lost time to another process."""
+        """Record that model code ends. Use fewer threads if this thread repeatedly lost time to another process."""
         if self.num_threads == 1:
             return
         now = self._now()
@@ -127,7 +126,10 @@ class SharedCores:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
-        """Use an eighth fewer threads, at least one fewer, for a while, or for twice as long if one has just ended."""
+        """Use an eighth fewer threads, at least one fewer, for a while.
+
+        If such a while has only just ended, the next one is twice as long.
+        """
         if self.num_threads == self._all:
             failed_at_once = now < self._rests_until + REST_SECONDS[0]
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]

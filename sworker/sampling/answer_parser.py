@@ -38,7 +38,7 @@ def has_parser() -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: text that belongs to a field, or a whole region (calls, delimiters) with its ``body``.
+    """A part of an answer: text that belongs to a field, or a whole region (tool calls, delimiters) with its ``body``.
 
     ``closes``: the region ends with this piece. ``closed``: the region's closing delimiter was found. ``end``: the
     offset in the answer at which the piece ends.
@@ -53,9 +53,10 @@ class Piece:
 
 
 class AnswerTemplate:
-    """A response template of transformers (docs: "Response parsing") as two templates.
+    """A response template of transformers (docs: "Response parsing"), split into two templates.
 
-    One only cuts a growing text into regions, which never fails. The other parses the calls of a region, and may fail.
+    The first only cuts a growing text into regions, which never fails. The second parses the tool calls of a region,
+    and may fail.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ class AnswerTemplate:
 
     @property
     def markers(self) -> str:
-        """The delimiters of all fields in one text. Special tokens in this text must not be left out of answers."""
+        """The delimiters of all fields in one text. If a special token occurs in it, answers must keep that token."""
         return str(self.spec["fields"]).replace("\\", "")
 
     @property
@@ -86,7 +87,7 @@ class AnswerTemplate:
         return self.regions.start_anchor_re.search(prompt) is not None
 
     def without_calls(self) -> AnswerTemplate:
-        """Return a template that cuts no calls: their text becomes content."""
+        """Return a template that does not parse tool calls: their text becomes content."""
         fields = {
             name: field
             for name, field in self.spec["fields"].items()
@@ -98,13 +99,13 @@ class AnswerTemplate:
         return name.startswith(CALLS)
 
     def read_calls(self, region: Piece, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return a region's calls: ``{"function": {"name", "arguments"}}`` each, or texts of calls still to be parsed.
+        """Return a region's tool calls: ``{"function": {"name", "arguments"}}``, or texts that are still to be parsed.
 
         ``tools``: their schemas give the types of arguments that the model writes as text. Raise ValueError if the
         region does not have the form of the template.
         """
         field = self._reading.fields[region.field]
-        # Kinds of content whose values are texts, so that types must come from the tools' schemas
+        # Kinds of content whose values are plain text, so that types must come from the tools' schemas
         of_texts = ("xml-inline", "kv-lines")
         types = list(tools) if field.content in of_texts else None
         if field.content == "xml-inline":
@@ -135,7 +136,7 @@ def _regions(template: Any) -> Any:
             plain = dataclasses.replace(plain, close_re=None, close_literals=None, close_literal_can_extend=False)
         fields[name] = plain
     implicit = template.implicit
-    if implicit is None:  # otherwise the parser would drop text outside fields
+    if implicit is None:  # without such a field, the parser would drop text outside fields
         implicit = "marks_between"
         fields[implicit] = dataclasses.replace(_blank(implicit), content_args={"strip": False})
     return dataclasses.replace(template, defaults={}, fields=fields, implicit=implicit)
@@ -161,7 +162,7 @@ class AnswerCutter:
         told = [event for event in events if event["field"] != CONTENT or event.get("text", "").strip()]
         self.follows_thought = bool(told) and told[-1]["type"] == "region_close" and told[-1]["field"] in THOUGHTS
         if not events or events[-1]["type"] == "region_close" or events[-1]["field"] == template.regions.implicit:
-            begun, opened = "", None  # the prompt ends outside regions
+            begun, opened = "", None  # the prompt ends outside any region, so the parser starts anew
         self._parser = opened or ResponseParser(template.regions, prefix="")
         self._text, self._start = begun, len(begun)
         self._at, self._body, self._region = 0, 0, 0
@@ -179,7 +180,7 @@ class AnswerCutter:
         return self._follow(self._parser.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return the pieces of the text that is left. ``feed`` may not be called afterwards."""
+        """Return the pieces of the remaining text. ``feed`` may not be called afterwards."""
         return self._follow(self._parser.finalize()[1])
 
     def _follow(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:

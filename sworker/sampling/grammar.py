@@ -66,17 +66,17 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """True if the text is complete, so that only its end can follow."""
+        """True if the text is complete and no further token can extend it."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str:
-        """The reason why llguidance gave up on the grammar, such as a limit, on one line; "" if it did not."""
+        """The reason why llguidance gave up on the grammar, such as an exceeded limit, in one line; "" if none."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     @property
     def dead_end(self) -> str:
-        """The reason why no token may come next although the text is incomplete; "" if there is one that may.
+        """The reason why no token may come next although the text is incomplete; "" if some token may.
 
         In such a state, llguidance allows the end of the text, as if it were complete.
         """
@@ -112,7 +112,7 @@ class Grammars:
         return Matcher(self.compiled(params).deep_copy(), self._no_token)
 
     def prepare(self, params: StructuredOutputsParams) -> None:
-        """Compile the form that ``params`` ask for, unless it is already compiled. Other threads run meanwhile.
+        """Compile the form that ``params`` ask for, unless it is already compiled. Other threads can run meanwhile.
 
         Raises:
             RequestError, ConfigError: as ``matcher``.
@@ -169,7 +169,7 @@ def grammar_text(params: StructuredOutputsParams, special: Mapping[str, int]) ->
         spaces = not params.disable_any_whitespace
         return LLMatcher.grammar_from_json_schema(params.schema, overrides={"whitespace_flexible": spaces})
     if params.choice is not None:
-        # a grammar of llguidance would take at most 2,000 texts
+        # In its own grammar format, llguidance would take at most 2,000 texts
         return grammar_from("regex", "|".join(map(_literal, params.choice)))
     if params.regex is not None:
         return grammar_from("regex", params.regex)

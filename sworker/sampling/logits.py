@@ -39,7 +39,7 @@ class SamplingRow:
     grammar: Matcher | None = None
 
     def after(self, draft_token_ids: Sequence[int], grammar: Matcher | None = None) -> SamplingRow:
-        """Return the row for the token after ``draft_token_ids``; ``grammar``: the grammar's state after these."""
+        """Return the row for the token after ``draft_token_ids``; ``grammar``: its state after these tokens."""
         if self.plain_from <= len(self.output_token_ids):
             return self
         return replace(self, output_token_ids=[*self.output_token_ids, *draft_token_ids], grammar=grammar)
@@ -77,7 +77,7 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _keep_to_allowed(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set all logits to -inf but those of tokens that a row's ``SamplingParams`` allow."""
+    """Set all logits to -inf except those of tokens that a row's ``SamplingParams`` allow."""
     for index, row in enumerate(rows):
         if row.params.allowed_token_ids:
             allowed = _on(scores, _cells({0: _ids([*row.params.allowed_token_ids])}, scores))
@@ -124,7 +124,7 @@ def _penalise_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Penalize tokens in prompt or output: divide positive logits by the penalty, multiply negative ones (CTRL)."""
     penalties = {i: row.params.repetition_penalty for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0}
     seen = {i: np.concatenate([_ids(rows[i].prompt_token_ids), _ids(rows[i].output_token_ids)]) for i in penalties}
-    cells = _cells(seen, scores)  # a token may occur twice; both writes have the same value
+    cells = _cells(seen, scores)  # a repeated token is written twice, with the same value
     penalty = _on(scores, _per_cell(penalties, cells, scores))
     at = _on(scores, cells)
     values = scores.view(-1)[at]
@@ -143,7 +143,7 @@ def _penalise_output(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _keep_to_grammars(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set all logits to -inf but those of tokens that a row's grammar allows. Rows without one stay as they are."""
+    """Set all logits to -inf except those of tokens that a row's grammar allows. Rows without a grammar stay."""
     for index, row in enumerate(rows):
         if row.grammar is not None:
             scores[index] += _on(scores, row.grammar.logit_bias(scores.shape[1]))

@@ -37,7 +37,7 @@ _MASK = 2**64 - 1
 
 
 def probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return the probabilities from which rows draw, after all filters: float32 [num_rows, vocab].
+    """Return the probabilities from which tokens are drawn, after all filters: float32 [num_rows, vocab].
 
     ``scores``: float32 [num_rows, vocab], contiguous, overwritten. A row with NaN or +inf, or without a finite score,
     gets meaningless values; other rows are not affected.
@@ -74,7 +74,7 @@ def _top_k(scores: Tensor, top_k: list[float]) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
-    """Return the tokens to drop: those whose probability, with all less likely tokens', is at most 1 - p."""
+    """Return the tokens to drop: with all less likely tokens, such a token has a probability of at most 1 - p."""
     weights = integer_weights(scores.softmax(-1))
     # Like transformers, compute 1 - p in double precision and compare in float32. Among equally likely tokens, low ids
     # are dropped first, as by a stable sort (transformers' own sort is not stable).
@@ -83,7 +83,7 @@ def _top_p(scores: Tensor, top_p: list[float]) -> Tensor:
 
 
 def _nucleus(keys: Tensor, weights: Tensor, limits: Tensor, size: int) -> Tensor:
-    """Return the mask of tokens that top-p keeps: those whose weight, with all lower-ranked tokens', exceeds the limit.
+    """Return the tokens that top-p keeps: a token's weight plus all lower-ranked tokens' weights exceeds the limit.
 
     The ``size`` likeliest tokens are examined first, and more in rows where all of these stay. The mask does not depend
     on ``size``, since sums are of integers and keys are unique.
@@ -143,15 +143,14 @@ def integer_weights(probs: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: np.ndarray) -> Tensor:
-    """Return a token per row, int64 [num_rows]: that at which the cumulative probability passes the uniform number.
+    """Return a token per row, int64 [num_rows]: the first whose cumulative probability exceeds its uniform number.
 
     ``probs``: float32 [num_rows, vocab], each row summing to about 1. ``uniforms``: float64 [num_rows] in [0, 1). A
     token of probability 0 is never returned.
     """
     cumulative = integer_weights(probs).cumsum(-1)
     total = cumulative[:, -1:].double()
-    # A float64 below 1, times the total, rounds to less than the total: some token with positive weight is always
-    # found.
+    # A float64 below 1, times the total, rounds to less than the total, so a token of positive weight is always found.
     target = (torch.from_numpy(uniforms).to(probs.device)[:, None] * total).to(torch.int64)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 

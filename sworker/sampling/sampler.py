@@ -56,7 +56,8 @@ class Sampler:
         _check(logits, rows)
         if not rows:
             return []
-        best = logits.max(dim=-1)  # one pass gives the likeliest token, and shows whether the row failed
+        # the largest logit gives the likeliest token, and shows whether the row holds NaN or +inf
+        best = logits.max(dim=-1)
         # Token id of a row without a usable logit
         failed = -1
         tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
@@ -99,7 +100,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scores = edited_logits(logits, rows)
     failed = _failed(scores)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):  # common case: no argmax, and no copy of scores
+    if len(random) == len(rows):  # if all rows draw, argmax and a copy of scores are not needed
         return _drawn(scores, rows).masked_fill_(failed, EXCLUDED)
     tokens = scores.argmax(-1)
     if random:
@@ -109,7 +110,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _drawn(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw a random token per row, int64 [num_rows]; overwrite the scores. Draws depend on the output length."""
+    """Draw a random token per row, int64 [num_rows]; overwrite the scores. Draws depend on the output's length."""
     probs = probabilities(scores, [row.params for row in rows])
     return draw(probs, uniform([row.generator_seed for row in rows], [len(row.output_token_ids) for row in rows]))
 
@@ -166,7 +167,7 @@ def _row_logprobs(ids: list[int], values: list[float], chosen_rank: int, count: 
 def num_accepted(sampled: list[SampledToken], draft_token_ids: list[int]) -> int:
     """Return how many of ``draft_token_ids`` are accepted: all before the first that differs from the sampled token.
 
-    ``sampled``: one token more than drafts, each sampled as if the earlier drafts were right.
+    ``sampled``: one token more than there are drafts, each sampled as if all earlier drafts were right.
     """
     for count, (token, draft) in enumerate(zip(sampled, draft_token_ids, strict=False)):
         if token.token_id != draft:

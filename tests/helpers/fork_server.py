@@ -117,7 +117,7 @@ def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
     if asked["module"].endswith(".py"):
         runpy.run_path(asked["module"], run_name="__main__")
     elif asked["module"] == "-c":
-        exec(asked["words"].pop(), {"__name__": "__main__"})
+        exec(asked["words"].pop(1), {"__name__": "__main__"})
     else:
         sys.exit(importlib.import_module(asked["module"]).main())
 

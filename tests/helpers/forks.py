@@ -32,8 +32,10 @@ RELAY = str(Path(__file__).with_name("relay.py"))
 R_SIDE = tuple(f"fastdecode.{name}" for name in ("cli.r_worker", "cluster.r_worker.joiner", "cluster.r_worker.health",
                "cluster.links.shared_memory", "cluster.links.tcp", "cluster.r_worker.server"))  # fmt: skip
 S_SIDE = tuple(f"fastdecode.{name}" for name in ("engine.compose.build", "cli.serve", "cli.prefill_worker",
-               "cli.run_batch", "drafting.drafters", "engine.compose.timed_steps", "journal.kept_journal",
-               "sworker.products.products", "tensor_parallel.ranks"))  # fmt: skip
+               "cli.run_batch", "cli.main", "cluster.links.shared_memory", "cluster.links.tcp", "cluster.pool.backend",
+               "cluster.pool.inproc", "drafting.drafters", "engine.compose.timed_steps", "engine.engine",
+               "journal.kept_journal", "server.run", "sworker.products.products", "tensor_parallel.ranks"))  # fmt: skip
+S_SIDE += ("llguidance", "transformers.models.llama.modeling_llama")
 XDIST_WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """The command by which pytest-xdist starts a process that runs tests."""
 SERVER_VARIABLE = "FASTDECODE_TEST_FORK_SERVER"

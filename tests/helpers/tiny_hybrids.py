@@ -9,6 +9,7 @@ import torch
 
 from fastdecode.sworker.model.loader import auto_class
 from helpers import model_zoo
+from helpers.recorded_texts import recorded_or
 from helpers.tiny_configs import tiny_config
 
 OTHER_DECODES = ("nemotron_h", "zamba2")
@@ -47,11 +48,23 @@ def save_with_texts(
 
 def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """Return the tokens of a model that has no states of earlier texts."""
+
+    def generate() -> list[int]:
+        _forget_texts(model)
+        caches = model.config.model_type not in OTHER_DECODES
+        text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, use_cache=caches)[0]
+        tokens: list[int] = text[len(prompt) :].tolist()
+        return tokens
+
+    _forget_texts(model)
+    return recorded_or(generate, model, prompt, num_tokens)
+
+
+def _forget_texts(model: Any) -> None:
+    """Reset the states that RecurrentGemma keeps in its layers.
+
+    The model would continue from an earlier text's state for a prompt of one token.
+    """
     for each in model.modules():
-        # otherwise RecurrentGemma would continue from an earlier state for a prompt of one token
         if hasattr(each, "conv1d_state"):
             each.conv1d_state = None
-    caches = model.config.model_type not in OTHER_DECODES
-    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, use_cache=caches)[0]
-    tokens: list[int] = text[len(prompt) :].tolist()
-    return tokens

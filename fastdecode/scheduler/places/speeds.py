@@ -171,7 +171,8 @@ class Speeds:
         ratios /= _median(ratios)
         # A change of an R-worker's speed, relative to the others, may be real if it exceeds this factor
         changed = 1.2
-        if ratios.max() <= changed and ratios.min() >= 1 / changed:  # no R-worker has changed, or there is only one
+        # no R-worker's speed has changed, or there is only one R-worker
+        if ratios.max() <= changed and ratios.min() >= 1 / changed:
             self._new[:], self._ways[:] = 0.0, 0
             return
         way = np.zeros_like(self._ways)

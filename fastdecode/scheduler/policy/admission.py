@@ -1,5 +1,5 @@
 """Admission: decides which waiting sequence starts next and where, within several budgets.
-The budgets are running sequences (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to the last.
+The budgets are running sequences (``max_num_seqs``), blocks, KV load and tokens per step. Prompts are cut to fit.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ class _Choice:
         """Change ``on_second`` until no R-worker takes much longer than ``mean`` seconds, or no change helps.
         ``seconds``, float64 [num_workers]: each R-worker's busy time, updated here. ``speeds``: KV tokens per second.
         """
-        # Busiest R-worker's time, relative to the mean, that needs no change
+        # Up to this multiple of the mean, the busiest R-worker's time needs no change
         even = 1.002
-        # Most changes in one step; the next step makes more
+        # Most segments that change their R-worker in one step; the next step changes more
         most_swaps = 64
         for _ in range(most_swaps + len(self._tokens) // 8):
             busiest = int(np.argmax(seconds))

@@ -33,7 +33,7 @@ class RowCost:
         if not self.rows:
             return 0.0
         unit, proportional = self.rows * self.rows, self.level / self.rows
-        # Weight of the prior slope, measured like steps: a step with 25 % more rows has the weight 0.25², or 0.0625
+        # Weight of the prior slope; for comparison, a step with 25 % more rows has the weight 0.25², or 0.0625
         slope_prior_weight = 0.05
         weight = slope_prior_weight * unit
         fitted = (self._products + weight * self._prior * proportional) / (self._squares + weight)

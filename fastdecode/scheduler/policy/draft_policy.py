@@ -191,7 +191,7 @@ def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
     """Return the count from 0 to ``total`` with the highest of ``rates``, which rise and then fall.
     Return 0 if that rate exceeds the rate of count 0 by less than LEAST_GAIN.
     """
-    # Number of counts that are compared first; then the counts around the best of them
+    # Counts that are tried first; then those around the best one are tried
     num_points = 64
     step = 1 + total // num_points
     counts = np.append(np.arange(0, total, step), total)

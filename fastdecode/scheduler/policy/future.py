@@ -67,7 +67,7 @@ class Future:
 
     def going_on(self, sequence: TokenSequence) -> Newcomer:
         """Return the load of the running ``sequence`` in its remaining steps, in the form of a new sequence's."""
-        # not the number of cached tokens, which is lower if segments were lost
+        # counts the whole output; fewer tokens are cached if segments were lost
         outputs = len(sequence.output_token_ids)
         expected = int(self.output_lengths.expected(np.array([outputs]), np.array([sequence.max_tokens]))[0])
         return Newcomer(0, sequence.num_tokens - 1, 0, expected - outputs)

@@ -38,12 +38,12 @@ class Newcomer:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The R-workers that attend in the newcomer's decode steps, in turn."""
+        """The R-workers with a copy of the new sequence, which attend in its decode steps in turn."""
         return (self.worker,) if self.copy < 0 else (self.worker, self.copy)
 
     @property
     def kv_area(self) -> float:
-        """KV tokens that the newcomer and its siblings attend, summed over all their decode steps."""
+        """KV tokens that the new sequence and its siblings attend, summed over all their decode steps."""
         steps = self.decode_steps
         known = self.num_prefill * steps + steps * (steps + 1) // 2
         return (1 + self.num_siblings) * (known if self.expected_area is None else self.expected_area)
@@ -51,9 +51,9 @@ class Newcomer:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """The load of each R-worker in the steps in which a newcomer would decode.
-    ``known``: KV tokens attended without the newcomer, float64 [num_workers, steps]; 0 after these steps. ``ramp``: KV
-    tokens that the newcomer attends in each step, float64 [at least as many steps].
+    """The load of each R-worker in the steps in which a new sequence would decode.
+    ``known``: KV tokens attended without this sequence, float64 [num_workers, steps]; 0 after these steps. ``ramp``: KV
+    tokens that the sequence attends in each step, float64 [at least as many steps].
     """
 
     known: np.ndarray
@@ -61,8 +61,8 @@ class Meeting:
 
     @property
     def means(self) -> np.ndarray:
-        """Mean load of each R-worker over the newcomer's steps, float64 [num_workers].
-        A step's load includes half of the KV tokens that the newcomer attends in it. Steps are weighted by these
+        """Mean load of each R-worker over the new sequence's steps, float64 [num_workers].
+        A step's load includes half of the KV tokens that the sequence attends in it. Steps are weighted by these
         tokens.
         """
         num_known = self.known.shape[1]
@@ -70,7 +70,7 @@ class Meeting:
 
     @property
     def peaks(self) -> np.ndarray:
-        """The most KV tokens that each R-worker would attend in a step with the newcomer; float64 [num_workers]."""
+        """The most KV tokens that each R-worker would attend in a step with the new sequence; float64 [num_workers]."""
         num_known = self.known.shape[1]
         peaks = (self.known + self.ramp[:num_known]).max(axis=1, initial=0.0)
         return np.maximum(peaks, self.ramp[num_known:].max(initial=0.0))
@@ -226,7 +226,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # with some spare steps, so that the next calls add none
+            more = horizon - self.horizon + SAMPLES  # more than asked for, so that the next calls add none
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

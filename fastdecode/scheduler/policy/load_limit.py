@@ -168,7 +168,8 @@ class BalanceFinder:
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
         busiest = int(np.argmax(r_seconds))
-        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:  # no R-worker has attended
+        # measured already, or no R-worker has attended
+        if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:
             return None
         self._s_seconds.append(s_seconds)
         self._kv_loads.append(kv_loads[busiest])

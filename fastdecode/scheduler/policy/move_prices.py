@@ -104,7 +104,7 @@ class MovePrices:
 
     def looked(self, found: bool) -> None:
         """Record whether a search found a move for balance; if not, pause further searches."""
-        # Steps without another search
+        # Steps to wait after a search that found no move
         pause_steps = 16
         self._pause = 0 if found else pause_steps
 
@@ -149,7 +149,7 @@ class SharedPeak:
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
         rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        # Seconds to add to twice the busiest R-worker's time, for a height that no move can reach
+        # Seconds to add to twice the busiest R-worker's time, so that no move can exceed the sum
         highest = 1e6
         beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)

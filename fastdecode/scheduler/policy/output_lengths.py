@@ -156,7 +156,7 @@ class Outlook:
 
     def _starts(self, earliest: np.ndarray) -> np.ndarray:
         free = np.zeros(max(0, self.seats - len(self.ends)), np.int64)
-        seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # a sorted list is a heap
+        seats = np.sort(np.append(free, self.ends))[:: self.weight].tolist()  # as heapq needs: a sorted list is a heap
         starts, before = [], 0
         for paid_at, steps in zip(np.ceil(earliest).astype(int).tolist(), self.decode_steps.tolist(), strict=True):
             before = max(before, paid_at, seats[0])

@@ -56,8 +56,8 @@ class HomePlacement:
         self, sequence: TokenSequence, newcomer: Newcomer, hits: dict[int, Hit], costs: np.ndarray
     ) -> Iterator[int]:
         """Yield R-workers where ``sequence`` may start, cheapest first, without those of infinite cost.
-        If costs are equal, the R-worker with most available blocks comes first. The first one is not checked for room;
-        the others have some.
+        If costs are equal, the R-worker with most available blocks comes first. The first one may lack free blocks;
+        later ones have them.
         """
         best = np.flatnonzero(costs == costs.min())
         yield int(best[np.argmax(self.available[best])])  # callers nearly always take the first
@@ -85,8 +85,8 @@ class HomePlacement:
 
 class SecondPlacement:
     """Places a second copy on another R-worker than the first, on another host if there is one.
-    Of the cheapest R-workers it takes the one that shares fewest sequences with the first copy's. Then excess load of
-    one R-worker can go to any other.
+    Of the cheapest R-workers it takes the one that holds fewest other sequences together with the first copy's
+    R-worker. Then excess load of one R-worker can go to any other.
     """
 
     def __init__(self, limits: Limits, store: Store, needs: Needs, room: Room, future: Future) -> None:
@@ -110,7 +110,7 @@ class SecondPlacement:
 
     def later(self, sequence: TokenSequence, segment: Segment) -> int:
         """Return the R-worker for a second copy of ``segment`` of the decoding ``sequence``.
-        -1 if none has enough free blocks now.
+        Return -1 if none has enough free blocks now.
         """
         met = self._future.forecast_anew().met_by(self._future.going_on(sequence))
         costs = met.means / np.maximum(self._workers.speeds.lasting, 1e-300)
@@ -141,7 +141,6 @@ class SecondPlacement:
         return int(best[np.argmin(self._shared_with(home)[best])])
 
     def _shared_with(self, home: int) -> np.ndarray:
-        """Return how many sequences have a copy on each R-worker and one on R-worker ``home``: int64 [num_workers]."""
         rows = self._table.rows
         homes, others = self._table.homes[rows], self._table.second_workers[rows]
         partners = np.concatenate([others[(homes == home) & (others >= 0)], homes[others == home]])
@@ -162,7 +161,7 @@ class SegmentPlacement:
         self, sequence: TokenSequence, hit: Hit | None, would_begin: Callable[[int, int], int | bool]
     ) -> tuple[Newcomer, list[Segment]] | None:
         """Return the load and the segments with which ``sequence`` starts; segments of ``hit`` stay on their R-workers.
-        Return None if blocks are missing, or if this step could compute none of its tokens.
+        Return None if too few blocks are free, or if this step could compute none of its tokens.
         """
         alone = self._future.newcomer(sequence, 0, hit.num_tokens if hit else -1)
         if not would_begin(alone.num_left, alone.num_prefill - alone.num_left):
@@ -231,7 +230,7 @@ class SegmentPlacement:
         return (found or [-1])[0], False
 
     def again(self, sequence: TokenSequence) -> list[tuple[Segment, int]] | None:
-        """Return a new R-worker for each lost segment of ``sequence``; None if blocks are missing."""
+        """Return a new R-worker for each lost segment of ``sequence``; None if too few blocks are free."""
         loads = self._future.forecast_anew().mean_loads(self._future.going_on(sequence))
         lost = [each for each in sequence.segments if each.home < 0]
         most, length = self._needs.sizes_at_end(sequence), self._needs.segment_tokens
@@ -241,8 +240,8 @@ class SegmentPlacement:
         return None if places is None else list(zip(lost, places, strict=True))
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
-        """Return the R-workers' speeds, 0 for lost R-workers. Draining ones have 0 too, unless they are needed.
-        They are needed if no other R-worker has room for the sequence, or ``capacities`` for a segment of size
+        """Return the R-workers' speeds, 0 for lost R-workers and, if possible, for draining ones.
+        A draining one is used only if no other has room for the sequence or, with ``capacities``, for a segment of size
         ``most``.
         """
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)

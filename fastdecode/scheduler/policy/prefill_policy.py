@@ -11,7 +11,7 @@ from fastdecode.core.remote_prefill import PrefillPart
 
 
 class PrefillForecast(Protocol):
-    """Predicts the times of a chain of prefill workers.
+    """Predicts the times of a chain: prefill workers that compute consecutive parts of a prompt.
     ``speeds``: of each worker in order; 1 is the predicted speed. ``context_len``: tokens of a cached prefix to which
     the prompt attends.
     """
@@ -111,7 +111,7 @@ class LeastWaiting:
         self._idle_since[worker] = self._now
 
     def lost(self, worker: int) -> None:
-        """Use prefill worker ``worker`` no more."""
+        """Stop using prefill worker ``worker``, which is lost."""
         self._pace.pop(worker, None)
 
     def backlog_seconds(self) -> dict[int, float]:
@@ -171,8 +171,7 @@ class LeastWaiting:
 
 
 def _speed(pace: float) -> float:
-    """Return the speed that belongs to ``pace``, seconds relative to the prediction; rounded, and never 0."""
-    # Speeds are rounded to multiples of this, so that not every prompt changes the parts
+    # Speeds are rounded to multiples of this, so that prompts are not divided anew after each small change
     pace_step = 0.05
     return max(round(1 / pace / pace_step), 1) * pace_step
 

@@ -30,7 +30,7 @@ class Room:
         """Raise RequestError if ``sequence`` and its siblings could never run."""
         members = 1 + len(sequence.siblings)
         if members > self._max_num_seqs:
-            raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}")
+            raise RequestError(f"n is {members}, and max_num_seqs is {self._max_num_seqs}: lower n")
         if self.may_split(sequence) and not self._pool_holds(sequence, self._workers.present):
             raise RequestError(self._too_many_segments(sequence))
         blocks = self._needs.at_most(sequence)
@@ -51,7 +51,7 @@ class Room:
         return self._fits_among(sequence, self._workers.present)
 
     def fits_elsewhere(self, sequence: TokenSequence) -> bool:
-        """Return whether one of the R-workers that are not draining, or all of these together, could run it alone."""
+        """Return whether an R-worker that is not draining, or all such together, could run ``sequence`` alone."""
         return self._fits_among(sequence, self._workers.accepting)
 
     def could_hold(self, sequence: TokenSequence, worker: int | slice = slice(None)) -> np.ndarray | bool:
@@ -68,7 +68,7 @@ class Room:
         soon.
         """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # blocks of the hit, which may be evicted until now
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # a start from the hit keeps these blocks from eviction
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]

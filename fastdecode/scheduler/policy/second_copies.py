@@ -32,7 +32,7 @@ class SecondCopies:
     """Keeps a second copy of each sequence.
     If an R-worker is lost, the sequence continues from the other copy. In each step, either copy can be attended. A
     prompt is stored on two R-workers while it is computed, unless it continues from a prefix with one copy, or has
-    several segments for which blocks are missing. A missing second copy is made between steps, one after another, in
+    several segments and too few blocks are free. A missing second copy is made between steps, one after another, in
     pieces that take a small fraction of a step's time.
     """
 
@@ -52,7 +52,7 @@ class SecondCopies:
         self._has_lost = True
 
     def observe(self, observed: Observed) -> None:
-        """Learn the duration of a step, of which copies may take a fraction."""
+        """Learn how long a step takes: copies may take a fraction of that time."""
         if self._has_lost:
             self._credit, self._has_lost = min(self._credit, 0.0), False
             return
@@ -79,7 +79,7 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # the segment must move
+                yield DropTransfer(transfer)  # its first copy will move instead
 
     def give_up(self, worker: int) -> Decision[bool]:
         """Free blocks on ``worker``: drop an unfinished copy to it, or a copy of a segment that has another copy.

@@ -1,1 +1,1 @@
-"""Prefix caching: the prefixes from which a sequence can start, and those that it leaves. Each source has a module."""
+"""Prefix caching: prefixes from which a sequence can start, and those that it leaves. One module per source."""

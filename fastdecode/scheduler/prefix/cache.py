@@ -92,7 +92,7 @@ class PrefixCache:
         return len(self.leaders) > 0
 
     def arrive(self, sequence: TokenSequence) -> None:
-        """Compute the hashes of the blocks that ``sequence`` will compute."""
+        """Compute the hashes of the blocks that ``sequence`` will fill."""
         if self.enabled:
             tokens = sequence.tokens(0, sequence.num_prefill)
             extend_hashes(sequence.block_hashes, tokens, self._workers.block_size)

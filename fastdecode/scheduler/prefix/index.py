@@ -24,7 +24,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return, by R-worker, the longest prefix with first hashes of ``block_hashes``, as hits of ``source``."""
+        """Return, by R-worker, a hit of ``source`` for the longest cached prefix with these ``block_hashes``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -40,9 +40,7 @@ class PrefixIndex:
         return max((hit.num_blocks for hit in self.longest(sequence, block_hashes, source).values()), default=0)
 
     def cached_from(self, block_hashes: list[bytes], start: int) -> int:
-        """Return the index after the last cached block, if all blocks from ``start`` up to it are cached.
-        Return ``start`` if there is none.
-        """
+        """Return the index of the first block from ``start`` on that is not cached; the number of blocks if all are."""
         return next(
             (end for end in range(start, len(block_hashes)) if block_hashes[end] not in self._by_hash),
             max(start, len(block_hashes)),

@@ -59,7 +59,7 @@ class ParkedChains:
         self._by_mark: dict[bytes, dict[tuple[int, bytes], Chain]] = {}
 
     def __len__(self) -> int:
-        """Return the number of chains."""
+        """Return the number of parked prefixes."""
         return len(self._by_name)
 
     def add(self, worker: int, chain: Chain) -> None:
@@ -69,7 +69,7 @@ class ParkedChains:
             self._by_mark.setdefault(mark, {})[worker, chain.name] = chain
 
     def remove(self, worker: int, name: bytes) -> None:
-        """Remove the chain ``name`` of R-worker ``worker``; unknown names are ignored."""
+        """Remove the parked prefix ``name`` of R-worker ``worker``; unknown names are ignored."""
         chain = self._by_name.pop((worker, name), None)
         for mark in self._found_by(chain) if chain else ():
             del self._by_mark[mark][worker, name]
@@ -77,18 +77,18 @@ class ParkedChains:
                 del self._by_mark[mark]
 
     def forget(self, worker: int) -> None:
-        """Remove all chains of the lost R-worker ``worker``."""
+        """Remove all parked prefixes of the lost R-worker ``worker``."""
         for name in [name for each, name in self._by_name if each == worker]:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Return whether the disk of ``worker`` has the chain ``name`` or a longer chain that begins with it."""
+        """Return whether the disk of ``worker`` has the parked prefix ``name``, or a longer one that begins with it."""
         if self._whole:
             return (worker, name) in self._by_name
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
 
     def within(self, worker: int, names: Iterable[bytes]) -> list[bytes]:
-        """Return those of ``names`` that name chains on the disk of ``worker``."""
+        """Return those of ``names`` that name parked prefixes on the disk of ``worker``."""
         return [name for name in names if (worker, name) in self._by_name]
 
     def longest(
@@ -108,7 +108,7 @@ class ParkedChains:
         return None
 
     def _fits(self, sequence: TokenSequence, num_blocks: int, block_hash: bytes, chain: Chain) -> bool:
-        """Return whether ``sequence`` has, after ``num_blocks`` blocks, the chain's partial block and more tokens."""
+        """Return whether ``sequence`` has, after ``num_blocks`` blocks, the partly full block of ``chain`` and more."""
         start, count = num_blocks * self._block_size, chain.rest
         if start + count >= sequence.num_prefill:
             return False
@@ -164,7 +164,7 @@ class Parked(Source):
         return found and found._replace(num_blocks=found.num_blocks + depth - start, start=start)
 
     def begin(self, sequence: TokenSequence, beginning: Beginning) -> Waking | None:
-        """Reserve blocks to load ``beginning`` for ``sequence``; return None if these or later blocks are missing."""
+        """Reserve blocks to load ``beginning`` for ``sequence``; return None if too few are free for all its tokens."""
         worker, needed = self._workers[beginning.worker], self._workers.blocks_for(sequence.num_tokens + 1)
         needed = min(needed - beginning.start, self._range_blocks)
         num_own = self._num_own(beginning)
@@ -194,11 +194,10 @@ class Parked(Source):
         self.counts.num_tokens += count * size + rest
 
     def _num_own(self, beginning: Beginning) -> int:
-        """Return how many blocks ``beginning`` takes for a recurrent state and for tokens after its last full block."""
         return self._workers.sizes.blocks_of_copy(beginning.chain.rest)
 
     def failed(self, waking: Waking) -> None:
-        """Release the blocks of ``waking``, which failed to load, and forget its chain."""
+        """Release the blocks of ``waking``, which failed to load, and forget its parked prefix."""
         beginning = waking.beginning
         self.chains.remove(beginning.worker, beginning.chain.name)
         self._workers[beginning.worker].grow(-beginning.num_blocks - self._num_own(beginning))
@@ -231,7 +230,7 @@ class Parked(Source):
         return None
 
     def superseded(self, prefix: Prefix) -> list[bytes]:
-        """Return the names of chains on the R-worker's disk that the chain of ``prefix`` replaces."""
+        """Return the names of parked prefixes on the R-worker's disk that ``prefix`` replaces once it is parked."""
         return self.chains.within(prefix.worker, self._index.contained(prefix))
 
     def parked(self, prefix: Prefix, chain: Chain | None) -> None:
@@ -241,6 +240,6 @@ class Parked(Source):
             self.chains.add(prefix.worker, chain)
 
     def dropped(self, worker: int, names: Iterable[bytes]) -> None:
-        """Record that the disk of R-worker ``worker`` no longer has the chains ``names``."""
+        """Record that the disk of R-worker ``worker`` no longer has the parked prefixes ``names``."""
         for name in names:
             self.chains.remove(worker, name)

@@ -10,7 +10,9 @@ from fastdecode.scheduler.sequence import TokenSequence
 
 
 class Hit(NamedTuple):
-    """A cached prefix of a sequence: full blocks, the retained prefix with the last of them, tokens, and source."""
+    """A cached prefix from which a sequence can start: ``num_tokens`` tokens, found by ``source``.
+    ``num_blocks``: its full blocks. ``prefix``: the retained prefix with the last of them.
+    """
 
     num_blocks: int
     prefix: Prefix

@@ -43,7 +43,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
-        """Return the names of prefixes on R-worker ``worker`` that begin ``tokens`` and end within a block."""
+        """Return the names of prefixes of ``tokens`` on R-worker ``worker`` that end within a block."""
         size, names = self._workers.block_size, list[bytes]()
         for depth, block_hash in enumerate(block_hashes, 1):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -80,7 +80,7 @@ class StateIndex(PrefixIndex):
                 del self._after[prefix.worker, name]
 
     def _steps(self, prefix: Prefix) -> list[tuple[bytes, bytes]]:
-        """Return (name, following hash in ``prefix``) for each prefix with which ``prefix`` may begin."""
+        """Return, for each shorter prefix in ``prefix``, its name and the hash that follows in ``prefix``."""
         ends = [*prefix.block_hashes, *([prefix.name] if prefix.rest else [])]
         return [*pairwise(ends), *((name, prefix.name) for name in prefix.contains)]
 
@@ -194,7 +194,7 @@ class States(IndexedSource, Keeper):
         return most
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep a copy of the state of ``sequence`` if it stopped at a checkpoint and sequences leave blocks for it."""
+        """Keep a copy of the state of ``sequence`` if it stopped at a checkpoint and blocks for the copy are free."""
         num_blocks, rest = divmod(sequence.num_cached, self._workers.block_size)
         if rest or not self._is_checkpoint(sequence, num_blocks):
             return

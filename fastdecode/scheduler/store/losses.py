@@ -84,7 +84,7 @@ class Losses:
         return loses_some or attended
 
     def _attended_on(self, worker: int) -> dict[int, int]:
-        """Return the sequences whose last rows attended on ``worker``, with their number of cached tokens before."""
+        """Return the sequences whose last rows attended on ``worker``, with their numbers of tokens before."""
         found: dict[int, int] = {}
         for mini_batch in self._store.last_rows:
             attended = (mini_batch.chunks["worker"] == worker) & mini_batch.chunks["attends"]
@@ -94,8 +94,8 @@ class Losses:
         return found
 
     def _repeat(self, sequence: TokenSequence, num_sound: int) -> bool:
-        """Drop the tokens of ``sequence`` after the first ``num_sound``, to recompute them; return False if it fails.
-        The sequence has one segment.
+        """Drop the tokens of ``sequence`` after the first ``num_sound``, to recompute them.
+        Return False if blocks are missing. The sequence has one segment.
         """
         tail, num_blocks = sequence.tail, sequence.tail.num_blocks
         if sequence.sequence_id in self._residents.decoding and num_sound < sequence.num_prefill:

@@ -46,8 +46,8 @@ class Begin:
 @dataclass(frozen=True, eq=False, slots=True)
 class Attend:
     """Set which of its two copies each segment attends to in the next step.
-    For tails, given by table ``rows``, this is the second copy where ``on_second``, bool [n], is true. Closed segments
-    in ``swapped`` change to their other copy, which becomes the first.
+    ``rows``: table rows of sequences whose last segment attends to its second copy if ``on_second``, bool [n], is true.
+    ``swapped``: full segments that attend to their other copy, which becomes the first.
     """
 
     rows: np.ndarray
@@ -65,7 +65,7 @@ class MakeRoom:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grow:
-    """Reserve ``num_blocks`` more blocks for the tail of each table row in ``rows``."""
+    """Reserve ``num_blocks`` more blocks for the sequence of each table row in ``rows``."""
 
     rows: np.ndarray
     num_blocks: int = 1

@@ -1,4 +1,4 @@
-"""The sequences with a cache: those that compute a prompt or decode, their use of scratch, and their tails."""
+"""The sequences with a cache: which compute a prompt or decode, use scratch, and append to which segments."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Residents:
             self.decode(sibling)
 
     def compute_again(self, sequence: TokenSequence) -> None:
-        """Let ``sequence`` count as a prompt without scratch, whether it decoded or not."""
+        """Treat ``sequence`` as a prompt again, without scratch, whether it decoded or not."""
         if self.decoding.pop(sequence.sequence_id, None):
             self.table.stop(sequence)
         self._give_up_scratch(sequence)
@@ -160,19 +160,19 @@ class Tails:
         self.go_on(sequence)
 
     def go_on(self, sequence: TokenSequence) -> None:
-        """Let ``sequence`` append to its next segment if its tail is full."""
+        """Let ``sequence`` append to its next segment if the present one is full."""
         while sequence.ahead and sequence.tail.num_tokens == self._table.segment_tokens:
             self.set_tail(sequence, sequence.num_closed + 1)
 
     def set_tail(self, sequence: TokenSequence, num_closed: int) -> None:
-        """Make the segment after the first ``num_closed`` segments the tail of ``sequence``."""
+        """Let ``sequence`` append to the segment after its first ``num_closed`` segments."""
         self.count(sequence, -1)
         sequence.num_closed = num_closed
         self._table.put(sequence)
         self.count(sequence, 1)
 
     def extend(self, sequence: TokenSequence, worker: int) -> None:
-        """Give ``sequence``, whose tail is full, a new tail on R-worker ``worker``, without blocks for tokens yet."""
+        """Give ``sequence``, whose last segment is full, a new one on ``worker``, with no blocks for tokens yet."""
         segment = Segment(self._ids.new(), sequence.num_cached, self._workers.blocks_for(0), [worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
@@ -180,7 +180,7 @@ class Tails:
         self.go_on(sequence)
 
     def grow(self, rows: np.ndarray, num_blocks: np.ndarray | int = 1) -> None:
-        """Reserve ``num_blocks`` more blocks for the tail of each of the table ``rows``.
+        """Reserve ``num_blocks`` more blocks for the sequence of each of the table ``rows``.
         A negative number frees blocks.
         """
         self._table.num_blocks[rows] += num_blocks
@@ -217,6 +217,6 @@ class Tails:
         )
 
     def count(self, sequence: TokenSequence, count: int) -> None:
-        """Add ``count`` to the number of appending sequences of each R-worker with the tail of ``sequence``."""
+        """Add ``count`` to the number of appending sequences of each R-worker on which ``sequence`` appends."""
         for worker in sequence.tail.workers:
             self._workers[worker].num_sequences += count

@@ -45,7 +45,7 @@ class Store:
     """
 
     def __init__(self, limits: Limits, retains: bool) -> None:
-        """``retains``: keep the prefixes of sequences that end, for sequences that begin alike, if ``limits`` allow."""
+        """``retains``: keep the prefixes of ended sequences for others with the same prefix, if ``limits`` allow."""
         self.workers = Workers(limits.num_blocks, limits.bandwidths, limits.sizes, limits.hosts)
         placing = limits.placing
         self.names = Names(placing.twice or placing.segment_tokens < UNLIMITED)
@@ -226,7 +226,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            # call this before the cache id changes: a dropped transfer is released by it
+            # before the cache id changes, by which dropped transfers are released
             self.transfers.redirect(segment, worker)
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0
@@ -235,12 +235,14 @@ class Store:
         self.tails.count(sequence, 1)
 
     def _begin_second(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> None:
-        """Give ``sequence``, which starts in one segment, a second copy on ``worker`` from the twin of ``hit``."""
+        """Give ``sequence``, which starts in one segment, a second copy on ``worker``.
+        If it starts from ``hit``, the second copy starts from the same prefix there.
+        """
         segment, copy = sequence.tail, Copy(worker)
         if hit:
             twin = hit.source.twin(hit)
             if twin is None:
-                raise ValueError("a second copy can start from a twin only")
+                raise ValueError("a second copy needs the same prefix on another R-worker")
             twin.source.take(segment, copy, twin)
         self._holdings.take(segment, copy)
         segment.copies.append(copy)
@@ -264,5 +266,5 @@ def _carry_out_on(transfers: TransfersUnderWay, operation: Operation) -> Transfe
         case DropTransfer(transfer):
             transfers.drop(transfer)
         case _:
-            raise TypeError(f"the store carries out no {type(operation).__name__}")
+            raise TypeError(f"the store knows no operation {type(operation).__name__}")
     return None

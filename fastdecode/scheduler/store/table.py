@@ -47,14 +47,15 @@ class DraftColumns:
 
 
 class SequenceTable:
-    """The progress of sequences with a cache, and the R-workers of their tails, one row each.
+    """The progress of sequences with a cache, and the R-workers on which they append, one row each.
     ``chunks``: CHUNK [most rows], the next decode of each. Its columns include ``homes`` and ``second_workers`` (the
-    R-workers with the tail's copies, -1 for none), ``num_cached``, ``bases`` and ``cache_ids``. ``on_second``: bool
-    [most rows], True if the second copy attends in the next step. Segments end at multiples of ``segment_tokens``.
-    ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most rows]. Each sequence writes its own
-    last token into ``last_tokens``, since reading thousands of lists would take longer than all other planning.
-    ``sequences``: the sequence of each row. ``rows``: int64 [n], the decoding rows as of the last :meth:`refresh`,
-    sorted by R-worker and then longest context first. ``drafts``: draft tokens of each row.
+    R-workers with the first and second copy of the last segment, -1 for none), ``num_cached``, ``bases`` and
+    ``cache_ids``. ``on_second``: bool [most rows], True if the second copy attends in the next step. Segments end at
+    multiples of ``segment_tokens``. ``prompt_lens``, ``max_tokens``, ``num_blocks`` and ``last_tokens``: int64 [most
+    rows]. Each sequence writes its own last token into ``last_tokens``, since reading thousands of lists would take
+    longer than all other planning. ``sequences``: the sequence of each row. ``rows``: int64 [n], the decoding rows as
+    of the last :meth:`refresh`, sorted by R-worker and then longest context first. ``drafts``: draft tokens of each
+    row.
     """
 
     def __init__(self, most_rows: int, most_drafts: int = 0, segment_tokens: int = UNLIMITED) -> None:
@@ -87,7 +88,7 @@ class SequenceTable:
         self.put(sequence)
 
     def put(self, sequence: TokenSequence) -> None:
-        """Update the row of ``sequence``, whose tail or copies have changed."""
+        """Update the row of ``sequence`` after a change of its segments or copies."""
         row, tail = sequence.row, sequence.tail
         num_cached = tail.start + tail.num_tokens
         for segment in sequence.segments if sequence.has_several else ():
@@ -155,11 +156,11 @@ class SequenceTable:
         return [self.sequence(row) for row in dict.fromkeys([*rows, *more])]
 
     def attending(self, rows: np.ndarray) -> np.ndarray:
-        """Return the R-worker that attends the tail of each of ``rows``; int64 [n]."""
+        """Return the R-worker that attends the last segment of each of ``rows``; int64 [n]."""
         return np.where(self.on_second[rows], self.second_workers[rows], self.homes[rows])
 
     def count_held(self, rows: np.ndarray, counts: np.ndarray | int, num_workers: int) -> np.ndarray:
-        """Return the sum of ``counts``, one per row, over the tails that each R-worker has; int64 [num_workers]."""
+        """Return the sum of ``counts``, one per row, by R-worker with the row's segment; int64 [num_workers]."""
         weights = np.broadcast_to(counts, rows.shape)
         held = np.bincount(self.homes[rows], weights, num_workers)
         copied = rows[self.second_workers[rows] >= 0]
@@ -176,15 +177,15 @@ class SequenceTable:
         self.num_cached[rows] += num_tokens
 
     def tail_lens(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of cached tokens in the tail of each of ``rows``; int64 [n]."""
+        """Return the number of cached tokens in the last segment of each of ``rows``; int64 [n]."""
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens still fit the tail of each of ``rows``, regardless of free blocks; int64 [n]."""
+        """Return how many tokens still fit the last segment of each of ``rows``, blocks aside; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:
-        """Return READ records of the closed segments of ``rows``, in order; ``chunk`` is the index in ``rows``."""
+        """Return READ records of the full segments of ``rows``, in order; ``chunk`` is the index in ``rows``."""
         if not self._reads:
             return NO_READS
         found = {}
@@ -216,7 +217,7 @@ class SequenceTable:
         """Return the next decodes of ``rows`` as a mini-batch, with their last tokens and drafts."""
         chunks, last, num_drafts = self.chunks.take(rows), self.last_tokens.take(rows), self.drafts.counts[rows]
         reads, swapped = self.reads(rows), self.on_second[rows]
-        if swapped.any():  # in a step, `worker` attends and `copy` only stores
+        if swapped.any():  # in this step, the R-worker `worker` attends, and `copy` only stores
             chunks["worker"][swapped], chunks["copy"][swapped] = (
                 self.second_workers[rows[swapped]],
                 self.homes[rows[swapped]],
