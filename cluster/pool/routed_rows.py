@@ -48,7 +48,8 @@ class _Form(NamedTuple):
 class RoutedRows:
     """One mini-batch in a step: splits q, k, v by R-worker, layer by layer, and assembles o.
 
-    ``layer``: the last layer scattered, None before the first. Layers of one kind and shape share their arrays.
+    ``layer``: the last layer scattered, None before the first. ``busy``: the R-workers with rows in that layer. Layers
+    of one kind and shape share their arrays.
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
@@ -56,16 +57,12 @@ class RoutedRows:
         self._layout, self._routes = layout, routes
         self._of_kind = (routes.recurrent or routes.workers, routes.workers)
         self._busy = [_busy(each) for each in self._of_kind]
+        self.busy = self._busy[True]
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
         self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
-
-    @property
-    def busy(self) -> list[int]:
-        """The R-workers with rows in the scattered layer."""
-        return self._busy[self._spec is None or self._spec.caches_rows]
 
     def scatter(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Iterator[tuple[int, Arrays]]:
         """Yield (R-worker index, its rows of q, k, v, o and partial results) for each busy R-worker.
@@ -73,6 +70,7 @@ class RoutedRows:
         q, k, v are as in ``AttentionBackend.submit``.
         """
         spec, self.layer = self._layout.layers[layer], layer
+        self.busy = self._busy[spec.caches_rows]
         form = _form(spec)
         if form not in self._shares:
             self._shares[form] = self._make_shares(len(q), form)
