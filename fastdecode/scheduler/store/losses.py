@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fastdecode.scheduler.sequence import TokenSequence
@@ -67,6 +67,7 @@ class Losses:
             (broken if has_room else starved).append(sequence)
         whole += stuck
         for sequence in whole:
+            self._forget_spoilt(sequence, attended)
             store.leave(sequence, keep=False)
         store.prefixes.lose(worker)
         store.workers.lose(worker)
@@ -82,6 +83,13 @@ class Losses:
         if self._store.workers.sizes.rewinds:
             return loses_some and sequence.job_id > 0
         return loses_some or attended
+
+    def _forget_spoilt(self, sequence: TokenSequence, attended: Mapping[int, int]) -> None:
+        """Forget the prefixes that other R-workers retain of the last rows of ``sequence``, if these rows are wrong."""
+        for segment in sequence.segments if sequence.sequence_id in attended else ():
+            num_sound = max(0, attended[sequence.sequence_id] - segment.start)
+            for copy in segment.copies:
+                self._store.prefixes.forget_beyond(copy, num_sound)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
         """Return the sequences whose last rows attended on ``worker``, with their numbers of tokens before."""
