@@ -30,7 +30,7 @@ from fastdecode.core.step import CHUNK, READ
 from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
 from fastdecode.kinds import Dense
 from fastdecode.kinds.layout import KVLayout
-from fastdecode.sworker.run.random_prompts import RandomPrompts
+from fastdecode.perfmodel.lab.measure.decode_rig import random_prompts
 
 VICTIM = 1
 NUM_SEQS = 32
@@ -155,7 +155,7 @@ class Counted:
 
 
 def time_cost(args: argparse.Namespace) -> None:
-    """Print tokens/s of decode steps with the audit, divided by tokens/s without. They alternate every ten steps."""
+    """Print tokens/s of decode steps with the audit, divided by tokens/s without, in the order A B B A."""
     settings: dict[str, Any] = {"max_num_seqs": args.num_seqs, "kv_replicas": args.kv_replicas}
     settings |= {"max_model_len": args.context_len + 2 * args.steps + 64, "audit": args.audit}
     settings |= {"r_workers": args.r_workers, "kv_cache_memory": args.kv_cache_memory, "load_format": args.load_format}
@@ -225,7 +225,7 @@ def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     audits = [Audit(), pool.audit]
     pool.audit = audits[0]
-    with engine.world.computed_by(RandomPrompts):
+    with random_prompts(engine.world):
         while engine.scheduler.snapshot().num_waiting or len(engine.scheduler.snapshot().sequences) < num_seqs:
             engine.step()
         engine.step()
@@ -233,7 +233,7 @@ def in_turns(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> tuple
         engine.step()
     seconds: list[list[float]] = [[], []]
     for step in range(2 * num_steps):
-        kind = step // 10 % 2
+        kind = int(step % 4 in (1, 2))
         pool.audit = audits[kind]
         start = time.perf_counter()
         engine.step()

@@ -58,9 +58,7 @@ class Shape:
 
 
 class Worker:
-    """An engine in its own process.
-    Several engines compute their prompts together; while one decodes, the others wait.
-    """
+    """An engine in its own process. It computes its prompts, and decodes, while the other engines wait."""
 
     def __init__(self, python: str, side: str, shape: Shape, settings: dict[str, Any]) -> None:
         # One context length for all comparisons, since vLLM compiles again for another.
@@ -145,8 +143,9 @@ def engines_of(args: argparse.Namespace, plain: str, shape: Shape) -> dict[str, 
 def ways_of(args: argparse.Namespace, plain: str, shape: Shape, running: ExitStack) -> dict[str, Rate]:
     """Return, by name, functions that decode for one turn and return tokens per second. All engines have started."""
     found: dict[str, Rate] = {}
-    workers = {name: Worker(*words) for name, words in engines_of(args, plain, shape).items()}
-    for name, worker in workers.items():
+    for name, words in engines_of(args, plain, shape).items():
+        # Engines start one after another: ours measures its first steps, and uses fewer threads on busy cores
+        worker = Worker(*words)
         running.callback(worker.close)
         try:
             worker.wait()

@@ -320,8 +320,12 @@ class RWorker:
         that is recurrent, an index, or picked by one, and while a layer of the open step is missing.
         """
 
-    def export_layer(self, sequence_id: int, layer: int) -> npt.NDArray[np.uint8]:
-        """Return one layer of all tokens of a sequence, as ``export`` orders it; the open step's rows are included."""
+    def export_layer(self, sequence_id: int, layer: int, as_blocks: bool = False) -> npt.NDArray[np.uint8]:
+        """Return one layer of all tokens of a sequence, as ``export`` orders it; the open step's rows are included.
+
+        With ``as_blocks``, full blocks come first, as ``export_blocks`` orders them, and then the tokens of the last
+        block; ValueError for a layer whose blocks are larger than their tokens.
+        """
 
     def keep_checksums(self) -> None:
         """Keep, from now on, a checksum of each full block in each layer. Call this before the first step."""

@@ -13,7 +13,13 @@ def supported_isas() -> list[str]:
     """Return which of "scalar", "avx2" and "avx512" this CPU supports, the best last."""
 
 def rms_norm(
-    x: Rows, weight: npt.NDArray[np.float32], eps: float, round_first: bool, out: Rows, isa: str = "auto"
+    x: Rows,
+    weight: npt.NDArray[np.float32],
+    eps: float,
+    round_first: bool,
+    out: Rows,
+    threads: int = 1,
+    isa: str = "auto",
 ) -> None:
     """Set ``out`` = x / sqrt(mean(x²) + eps) · weight, with mean and scale in float32.
 
@@ -21,10 +27,18 @@ def rms_norm(
     applied.
     """
 
-def rotate(x: Rows, cos: Rows, sin: Rows, out: Rows, isa: str = "auto") -> None:
+def rotate(x: Rows, cos: Rows, sin: Rows, out: Rows, threads: int = 1, isa: str = "auto") -> None:
     """Set ``out`` = x · cos + rotate_half(x) · sin; x and out [rows, heads, dim], cos and sin [rows, dim], dim even.
 
     The rows of x may be apart in memory; each row is contiguous.
+    """
+
+def sum_weighted(
+    parts: Rows, places: npt.NDArray[np.int64], weights: Rows, out: Rows, threads: int = 1, isa: str = "auto"
+) -> None:
+    """Set ``out[row]`` = Σ parts[places[row, i]] · weights[row, i], added in float32 in the order of i.
+
+    parts [_, dim], places and weights [rows, terms], out [rows, dim]. Each product is rounded to the parts' dtype.
     """
 
 def multiply_in_order(
@@ -77,4 +91,44 @@ class IntegerWeights:
         """Set ``sums`` [rows, columns] to the exact integer products of rows that are quantized by ``peaks``."""
 
     def scale(self, sums: npt.NDArray[np.int32], peaks: Floats, out: Rows, isa: str, threads: int) -> None:
+        """Set ``out`` [rows, columns] to ``sums``, added over all ranks, times their scales, plus the bias."""
+
+class IntegerExperts:
+    """The weights of a mixture's experts, all of one shape and block. Rows of x are sorted by expert.
+
+    ``ends``, int64 [experts], says up to which row of x each expert's rows reach. All other arguments are those of
+    ``IntegerWeights``. One call shares all experts' work among threads.
+    """
+
+    experts: list[IntegerWeights]
+    def __init__(self, experts: list[IntegerWeights]) -> None: ...
+    def multiply(
+        self, x: Rows, ends: npt.NDArray[np.int64], out: Rows, activation: str, isa: str, threads: int
+    ) -> None:
+        """Set ``out`` [rows, columns] to each row times its expert's weights, plus the bias."""
+
+    def find_peaks(self, x: Rows, peaks: Floats, activation: str, isa: str, threads: int) -> None:
+        """Set ``peaks`` [rows] to the largest magnitude of each rotated row."""
+
+    def add_up(
+        self,
+        x: Rows,
+        ends: npt.NDArray[np.int64],
+        peaks: Floats,
+        sums: npt.NDArray[np.int32],
+        activation: str,
+        isa: str,
+        threads: int,
+    ) -> None:
+        """Set ``sums`` [rows, columns] to the exact integer products of rows that are quantized by ``peaks``."""
+
+    def scale(
+        self,
+        sums: npt.NDArray[np.int32],
+        ends: npt.NDArray[np.int64],
+        peaks: Floats,
+        out: Rows,
+        isa: str,
+        threads: int,
+    ) -> None:
         """Set ``out`` [rows, columns] to ``sums``, added over all ranks, times their scales, plus the bias."""

@@ -18,6 +18,8 @@ from fastdecode.core.auditing import AuditMode, AuditQuestion
 from fastdecode.core.errors import BackendError, CapacityError
 from fastdecode.core.types import CONTROL, SPAN, WorkerPlan, WorkerReport
 
+MODES = (AuditMode.CHECK, AuditMode.ATTEND, AuditMode.ROWS, AuditMode.BLOCKS)
+
 
 class AnswersRun:
     """The S-worker's side of a session. It must use or refuse each answer, or drop the R-worker, but never crash."""
@@ -44,7 +46,7 @@ class AnswersRun:
             worker.begun()
             worker.submit(0, 0, (q, k, v, o[:0] if in_ranges else o, partials))
             worker.wait(0)
-            asked = [AuditQuestion(AuditMode(mode), 1, 0, 1, 2, q[:1] if mode == 1 else None) for mode in (0, 1, 4)]
+            asked = [AuditQuestion(mode, 1, 0, 1, 2, q[:1] if mode is AuditMode.ATTEND else None) for mode in MODES]
             worker.audit(asked)()
             worker.end_step()
             times = worker.ended()

@@ -271,7 +271,7 @@ SEEDS: dict[str, list[bytes]] = {
     "plan": [payload.encode_plan(PLAN), struct.pack("<QQ", 0, 0)],
     "report": [payload.encode_report(REPORT)],
     "weigh": [weighing.HEAD.pack(1, 40, 0, 41, 16, False) + np.array([0, 1], "<i8").tobytes()],
-    "audit": [np.array([(1, 7, 0, 40, 41), (4, 7, 1, 0, 1), (3, 7, 0, 99, 1)], "<i8").tobytes()],
+    "audit": [np.array([(1, 7, 0, 40, 41), (4, 7, 1, 0, 1), (3, 7, 0, 99, 1), (5, 7, 0, 0, 40)], "<i8").tobytes()],
     "parking": [
         parked.encode_park(2, 1, CHAIN, CHAIN.marks),
         parked.WAKE.pack(2, 1, 40, bytes(16)),

@@ -164,7 +164,7 @@ class SessionRun:
             sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
             stored = self._length(sequence_id) if provider.ConsumeIntInRange(0, 7) else self._number()
             position = stored - 1 if provider.ConsumeIntInRange(0, 3) else self._near(0, 40)
-            asked.append((self._near(0, 4), sequence_id, self._near(0, 1), position, stored))
+            asked.append((self._near(0, 5), sequence_id, self._near(0, 1), position, stored))
         with suppress(FrameError):
             numbers = np.array(asked, auditing.QUESTION).tobytes()
             questions = auditing.decode_questions(numbers, self._layout)

@@ -1,6 +1,7 @@
 """Times calls on a machine whose speed drifts, and fits straight lines through the results.
 
-Each measurement alternates with an anchor, a short call that shows the machine's present speed.
+Before and after each measurement it times an anchor: the same short call each time, whose duration shows how fast the
+machine is at that moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MOST_DRIFT = 0.05
-"""Relative change of an anchor during a measurement that makes the measurement unusable."""
+"""Largest relative change of an anchor's time during a usable measurement."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,8 @@ class Measured:
 @dataclass(frozen=True)
 class Steadied:
     """Samples, and how the machine's speed changed while they were taken.
-    ``drift``: the anchor's mean time before and after the samples, divided by its reference time. ``moved``: the
-    relative change of the anchor's time from before the samples to after them. ``tries``: how often the samples were
-    taken.
+    ``drift``: how many times slower the machine was than at the start, by an ``Anchor`` timed before and after the
+    samples. ``moved``: relative difference of these two times. ``tries``: how often the samples were taken.
     """
 
     samples: np.ndarray
@@ -37,36 +37,35 @@ class Steadied:
     tries: int
 
     def measured(self, column: int) -> Measured:
-        """Return the median and spread of sample column ``column``, scaled to the anchor's reference speed."""
+        """Return median and spread of the samples' ``column``, corrected for the machine's ``drift``."""
         return summary(self.samples[:, column] / self.drift)
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A short call whose time shows the machine's speed. ``reference_seconds``: its time before all measurements."""
+    """A short call whose time shows the machine's speed. ``reference_seconds``: the time before all measurements."""
 
     call: Callable[[], float]
     reference_seconds: float
 
     @staticmethod
     def of(call: Callable[[], float], times: int = 3) -> Anchor:
-        """Return an anchor whose reference is the median time of ``times`` calls of ``call``."""
+        """Make an anchor of ``call``, which returns its seconds; the median of ``times`` calls is the reference."""
         return Anchor(call, float(np.median([call() for _ in range(times)])))
 
     def averaged(self, times: int) -> Anchor:
-        """Return an anchor that takes the median of ``times`` calls at each timing, for longer measurements."""
+        """Return an anchor whose ``call`` is timed ``times`` times instead of once, and gives the median."""
         return replace(self, call=lambda: float(np.median([self.call() for _ in range(times)])))
 
     def drift(self) -> float:
-        """Time the call now; return its seconds divided by ``reference_seconds``."""
+        """Run the call now; return how many times longer it took than ``reference_seconds``."""
         return self.call() / self.reference_seconds
 
 
 def steadily(anchors: Sequence[Anchor], sample: Callable[[], np.ndarray], most_tries: int = 3) -> list[Steadied]:
-    """Return the rows of ``sample``, [num_samples, num_columns], taken between two timings of each anchor.
-    The result has one entry per anchor; without anchors, one entry with drift 1. If an anchor's time changes by more
-    than ``MOST_DRIFT``, the samples are taken again, up to ``most_tries`` times. The try with the least change is
-    returned.
+    """Call ``sample`` between two timings of each anchor; return its samples once per anchor, with that anchor's drift.
+    If an anchor's time changes by more than ``MOST_DRIFT``, call ``sample`` again, up to ``most_tries`` times, and keep
+    the result with the least change. Samples: [num_samples, num_columns]. Without anchors, return one entry of drift 1.
     """
     if not anchors:
         return [Steadied(sample(), 1.0, 0.0, 1)]
@@ -95,16 +94,16 @@ def summary(seconds: np.ndarray) -> Measured:
 
 
 def most_moved(found: Sequence[Steadied]) -> float:
-    """Return the largest ``moved`` in ``found``, that is, the largest change of any anchor's time."""
+    """Return the largest relative change of an anchor's time (``Steadied.moved``) in ``found``."""
     return max(each.moved for each in found)
 
 
 def fit_parts(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return weights, float64 [num_columns] and not negative, with which ``columns`` add up to ``seconds`` best.
+    """Return weights of at least 0, float64 [num_columns], for which ``columns @ weights`` is nearest to ``seconds``.
 
     ``columns``: float64 [num_points, num_columns]. ``seconds``: float64 [num_points], above zero. The fit minimizes the
-    squares of relative errors. It tries every subset of columns that contains the first column; of equally good subsets
-    the smallest wins. Thus one point is enough to find one weight.
+    sum of squared relative errors. It tries every subset of columns that contains the first column, and sets the other
+    columns' weights to 0. Of equally good subsets the smallest wins, so a single point yields the first weight alone.
     """
     num_points, num_columns = columns.shape
     relative = columns / seconds[:, None]

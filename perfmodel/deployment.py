@@ -1,4 +1,4 @@
-"""The step model of a deployment, from a profile measured on this very machine."""
+"""Predicts step times of a deployment, from a profile that was measured on this machine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Deployment:
     ``r_worker``: "inproc", "spawn" or the "host:port" of remote R-workers. ``separate_cores``: S-worker and R-workers
     share no core. ``r_workers_per_core``: R-workers that share the same cores and take turns. ``num_ranks``: S-worker
     processes that share the model, each with ``s_threads`` threads and ``num_r_workers`` R-workers, all on ``cores``
-    cores of this machine. ``longest_context``: for a model with an index, contexts are spread evenly up to this length;
-    0: rows read all tokens.
+    cores of this machine. ``longest_context``: matters only to a model with an index (sparse attention). Contexts are
+    assumed to have all lengths up to this one equally often. 0: each query reads all tokens.
     """
 
     s_threads: int
@@ -47,7 +47,7 @@ class Deployment:
 
     @property
     def anchor_threads(self) -> tuple[int, int]:
-        """The S-worker threads and the R-worker threads of all ranks on this machine; at most ``cores`` each."""
+        """The number of S-worker threads, and of R-worker threads, of all ranks together; at most ``cores`` each."""
         s_threads, r_threads = self.num_ranks * self.s_threads, self.num_ranks * self.r_threads
         return min(s_threads, self.cores or s_threads), min(r_threads, self.cores or r_threads)
 
@@ -91,7 +91,7 @@ def _states_here(
     profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment, drift: Drift
 ) -> StatesHere | None:
     """Return the cost of recurrent states that the S-worker keeps; None if R-workers keep them.
-    The profile has timed states on an R-worker of this machine; the S-worker's are assumed to take as long.
+    The profile times states on an R-worker of this machine. The S-worker is assumed to take the same time.
     """
     if shape.own_states is None:
         return None
@@ -102,7 +102,7 @@ def _states_here(
 def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
     """Return the times of attention (the R-part) for one rank's R-workers.
 
-    In a model with an index, a row reads a part of the context, and scans all keys of the index.
+    A model with an index (sparse attention) scans the index keys of all tokens, and reads K and V of the best few.
     """
     rows = _rows_r_part(profile, shape, kv_dtype, deployment)
     here = deployment.on_this_machine
@@ -123,7 +123,7 @@ def _r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployme
 
 
 def _rows_r_part(profile: HardwareProfile, shape: ModelShape, kv_dtype: str, deployment: Deployment) -> RPart:
-    """Return the R-part of one rank if every row reads its whole context.
+    """Return the times of one rank's attention if every query reads its whole context.
 
     R-workers of several ranks on this machine read at the same time. Together they are as fast as one R-worker with
     all their threads and all KV heads. A KV head or latent that several ranks share is read once per rank.
@@ -144,7 +144,7 @@ def _contention(profile: HardwareProfile, deployment: Deployment, num_kv_heads: 
 
 
 def this_machine(device_name: str, r_worker: str, isa: str) -> MachineIdentity:
-    """Return the identity of this machine and version for a profile. ``device_name``: the S-worker's GPU, if any."""
+    """Return this machine's name and FastDecode's version for a profile. ``device_name``: the S-worker's GPU or ""."""
     cores = f"{cpu_name()}, {os.cpu_count()} cores"
     return MachineIdentity(socket.gethostname(), device_name or cores, r_worker, isa, __version__)
 
@@ -162,7 +162,7 @@ def check_own(profile: HardwareProfile, here: MachineIdentity) -> None:
 
 
 def check_alike(profile: HardwareProfile, shape: ModelShape) -> None:
-    """Raise ProfileError unless a layer of ``shape`` is as large as in the profile; KV heads and windows may differ."""
+    """Raise ProfileError unless the layers of ``shape`` have the profile's sizes; KV heads and windows may differ."""
     if shape.multiplies_int8 != profile.shape.multiplies_int8:
         theirs, ours = (
             ("with" if each else "without") for each in (profile.shape.multiplies_int8, shape.multiplies_int8)

@@ -29,13 +29,14 @@ def in_flight(mini_batch_size: int, num_mini_batches: int = 2) -> int:
 def memory_r_workers(in_flight: float, mean_context: float, capacity_tokens: float) -> float:
     """Return how many R-workers, each with memory for ``capacity_tokens`` (C), hold the cache; unrounded (eq. 9).
 
-    The paper's B·S ≤ C·P, with P R-workers, has two mini-batches: ``in_flight`` = 2·B, ``mean_context`` = S/2.
+    This is the paper's B·S ≤ C·P for P R-workers: its two mini-batches of B sequences make ``in_flight`` = 2·B, and
+    ``mean_context`` is S/2.
     """
     return in_flight * mean_context / capacity_tokens
 
 
 def indivisible_seconds(r_part_seconds_per_token: float, shared_prefix_len: float, call_seconds: float) -> float:
-    """Return the seconds of R-part per layer and mini-batch that additional R-workers do not reduce."""
+    """Return the seconds of a layer's attention that more R-workers do not reduce: shared prefix and call overhead."""
     return r_part_seconds_per_token * shared_prefix_len + call_seconds
 
 
@@ -51,11 +52,11 @@ def balanced_r_workers(
     """Return how many R-workers make the R-part as fast as the slowest other stage: P ≈ B·S·R/(2T(B)) (eq. 11).
 
     This solves eq. 10, the R-part's seconds of one layer and mini-batch: B·S·R/(2P) with ``mean_context`` = S/2. Beyond
-    the paper, every R-worker reads a shared prefix once for all its sequences, each call costs a fixed
-    ``call_seconds``, and each of its rows ``row_seconds``.
+    the paper, every R-worker reads a shared prefix once for all its sequences, and a call costs a fixed
+    ``call_seconds``, and ``row_seconds`` per row.
 
-    ``stage_seconds``: T(B), or the transport's seconds if the transport overlaps and is slower. Raise PlanError if the
-    indivisible part (a shared prefix, the fixed cost of a call) alone takes longer.
+    ``stage_seconds``: T(B), or the transport's seconds if the transport overlaps and is slower. Raise PlanError if
+    :func:`indivisible_seconds` alone exceed it.
     """
     indivisible = indivisible_seconds(r_part_seconds_per_token, shared_prefix_len, call_seconds)
     if indivisible >= stage_seconds:
@@ -76,7 +77,7 @@ def micro_batch_size(in_flight: float, output_len: float, interval_steps: float)
 def peak_load_stabilized(in_flight: float, output_len: float, interval_steps: float, prompt_len: float = 0.0) -> float:
     """Return the largest number of cached tokens that one step of the load-stabilizing schedule attends to.
 
-    W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus prompts.
+    The paper's W'_max = Σ_{k=1..S/F} M·k·F = B·(S + F)/2, plus ``in_flight`` · ``prompt_len``.
     """
     return in_flight * (prompt_len + (output_len + interval_steps) / 2.0)
 
@@ -86,7 +87,7 @@ def default_interval_steps(in_flight: float, output_len: float) -> int:
 
     F = ``output_len``·M / ``in_flight``, where M, the sequences that start together, is a whole number of at least 1.
     """
-    intervals_per_sequence = 32  # so that the peak load is 1/32 above the mean, as in the paper
+    intervals_per_sequence = 32  # so that the peak load is 1/32 above the mean load, as in the paper
     together = max(1, round(in_flight / intervals_per_sequence))
     return max(1, round(output_len * together / in_flight))
 

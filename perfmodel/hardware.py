@@ -1,4 +1,4 @@
-"""GPUs, CPU hosts and links for plans; every figure has its efficiency and source."""
+"""GPUs, CPU hosts and links as plans describe them. Every rate comes with an efficiency and a source."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ GROUP_SIZES = (1, 4, 8, 32)
 
 @dataclass(frozen=True)
 class Figure:
-    """A vendor's nominal rate, and the fraction that programs reach. The field's name, in a GPU or host, has the unit.
-    ``measured``: the efficiency was measured on this very hardware; otherwise it is assumed, and ``source`` says why.
+    """A vendor's nominal rate, and the fraction of it that programs reach (``efficiency``).
+    ``measured``: the efficiency was measured on this hardware; otherwise it is assumed, and ``source`` says why. The
+    unit is in the name of the ``Gpu`` or ``CpuHost`` field that holds the figure.
     """
 
     nominal: float
@@ -47,7 +48,7 @@ class Figure:
 
     @property
     def achieved(self) -> float:
-        """The reached rate, which plans use: nominal times efficiency."""
+        """The rate that programs reach, which plans use: nominal times efficiency."""
         return self.nominal * self.efficiency
 
     def __str__(self) -> str:
@@ -139,11 +140,11 @@ def parse_link(text: str) -> float:
 
 def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
     """Return the KV bytes per second that attention on ``cores`` cores processes. ``group``: query heads per KV head.
-    Between measured group sizes, rates are interpolated on logarithms. Beyond the largest measured one, time grows in
-    proportion to ``group``.
+    Between measured values of ``group``, logarithms of the rates are interpolated linearly. Beyond the largest one,
+    time grows in proportion to ``group``.
     """
-    # GB/s of KV that one thread read, by group size, as measured in docs/performance.md (head size 128, context 1024,
-    # Zen 3 with AVX2). The thread also waited for memory, so the kernels can be faster.
+    # GB/s of KV that one thread read, by query heads per KV head, as measured in docs/performance.md (head size 128,
+    # context 1024, Zen 3 with AVX2). These times include waiting for memory; the arithmetic alone can be faster.
     gb_per_second_per_core = {
         "float32": (14.8, 10.9, 7.8, 3.4),
         "float16": (16.8, 12.7, 7.9, 2.2),
@@ -159,7 +160,7 @@ def kernel_bytes_per_second(kv_dtype: str, group: float, cores: int) -> float:
 
 def products_per_second(cores: int) -> float:
     """Return the float32 multiply-adds per second of the R-worker's kernels on ``cores`` cores.
-    This is the rate for the largest measured group size, at which arithmetic is the limit.
+    It is measured with the most query heads per KV head, where arithmetic, not memory, is the limit.
     """
     group = GROUP_SIZES[-1]
     return kernel_bytes_per_second("float32", group, cores) * group / ITEM_BYTES["float32"]

@@ -15,12 +15,12 @@ def host_r_part(
     shape: ModelShape, kv_dtype: str, host: CpuHost, row_share: float = 1.0, prompt_context: float = 0.0
 ) -> RPart:
     """Return the times of attention (the R-part) on ``host``, computed from nominal rates.
-    ``row_share``: fraction of the cached rows that a layer reads, as a mean of the attending layers. An index is
-    scanned whole. Reading rows, and scanning, each take as long as memory or arithmetic, whichever is slower. A token's
-    bytes include scales. Recurrent layers read and write a sequence's states once per decode row, and once per several
-    prompt rows. In a hybrid, prompts attend on R-workers too: the mean prompt row attends to ``prompt_context`` tokens,
-    which many rows read together. If R-workers absorb latents, a call reads K and V once and multiplies them with each
-    row.
+    ``row_share``: the fraction of the cached tokens that the mean attending layer reads. The keys of an index are all
+    read. Reading tokens and scanning an index each take the time of memory or of arithmetic, whichever is longer. A
+    token's bytes include the scales of a quantized cache. A recurrent layer reads and writes a sequence's state once
+    per decode row, and once per several prompt rows. Models with such layers attend to prompts on R-workers too: the
+    mean prompt row attends to ``prompt_context`` tokens, which many rows read together. If R-workers multiply latents
+    with the K and V projections, a call reads these weights once and multiplies them with each row.
     """
     attending = row_share * shape.attention_layers / shape.num_layers
     parts = [_token_r_part(shape.layer_layout, kv_dtype, host, shape.dtype).times(attending)]
@@ -43,7 +43,7 @@ def host_r_part(
 
 
 def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]:
-    """Return the seconds, per call and per row of the mean layer, to multiply by the K and V projections of latents.
+    """Return the mean layer's seconds, per call and per row, to multiply by the K and V projections of latents.
     A call reads heads * rank * (nope + value) weights, and each row takes as many multiply-adds (DeepSeek-V2, section
     2.1.2: W_UK absorbed into the query, W_UV into the output).
     """
@@ -55,7 +55,7 @@ def _absorption_seconds(shape: ModelShape, host: CpuHost) -> tuple[float, float]
 
 
 def _token_r_part(layer: Layer, kv_dtype: str, host: CpuHost, model_dtype: str) -> RPart:
-    """Return the R-part's seconds per cached token of ``layer``. Quantized latents are computed in ``model_dtype``."""
+    """Return the seconds of attention per cached token in ``layer``. Quantized latents are used in ``model_dtype``."""
     reading = layer.token_bytes(kv_dtype) / host.read_bytes_per_second.achieved
     computing = _product_seconds(layer, kv_dtype, host, model_dtype)
     bound_by = "reads" if reading >= computing else "arithmetic"

@@ -14,8 +14,8 @@ class IndexShape:
     """The sizes of a trained index: in ``num_layers`` layers, ``num_heads`` query heads score one key per cached token.
     The key has ``head_dim`` elements. Each query then attends to the ``top_tokens`` tokens with the best scores.
     ``q_rank``: width of the latent from which the index's queries are made; 0 if they are made from the hidden state.
-    ``weighs_heads``: a further projection weighs the heads' scores, and single tokens are picked; otherwise each head
-    picks blocks of ``block`` tokens.
+    ``weighs_heads``: the heads' scores are added with weights from one more projection, and single tokens are picked.
+    Otherwise each head picks blocks of ``block`` tokens.
     """
 
     num_layers: int
@@ -38,7 +38,7 @@ class IndexShape:
         return Index(self.num_heads, self.head_dim, 1.0, self.top_tokens // max(block, 1), block)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of one token's index keys over all layers. ``dtype``: the model's and the keys' dtype."""
+        """Return the bytes of one token's index keys over all layers, stored as ``dtype``, the model's."""
         return self.num_layers * self.layer_layout.token_bytes(dtype)
 
 
@@ -47,7 +47,7 @@ INDEXED, BLOCK_SPARSE = "indexed_attention", "minimax_m3_sparse"
 
 
 def with_transformers_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration with transformers' names for keys that MiniMax-M3's published file names differently."""
+    """Return ``config`` with the keys of MiniMax-M3's published file renamed as in transformers."""
     sparse = config.get("sparse_attention_config")
     if not isinstance(sparse, Mapping):
         return config

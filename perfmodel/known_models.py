@@ -65,7 +65,7 @@ BUILT_IN = {
         replace(
             _LLAMA_4_SCOUT, name="llama-4-maverick", num_experts=128, dense_layers=24, dense_intermediate_size=16384
         ),
-        # sizes from transformers' GptOssConfig; weights count as bfloat16, though published in MXFP4
+        # sizes from transformers' GptOssConfig; weights are taken as bfloat16, though they are published in MXFP4
         ModelShape(
             "gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201088, num_experts=128, experts_per_token=4,
             windows=(128, 0) * 18
@@ -108,7 +108,7 @@ BUILT_IN = {
             "nemotron-h-8b", 28, 4096, 21504, 32, 8, 128, 131072, 2, state=StateShape(24, 128, 64, 8, 128,
             rates=1), mlp_layers=24,
         ),
-        # sizes from quotations of ibm-granite/granite-4.0-h-small's config.json, state heads of GraniteMoeHybridConfig
+        # sizes quoted from ibm-granite/granite-4.0-h-small's config.json; heads of states from GraniteMoeHybridConfig
         ModelShape(
             "granite-4-h-small", 40, 4096, 768, 32, 8, 128, 100352, tied_embeddings=True, num_experts=72,
             experts_per_token=10, shared_intermediate_size=1536, state=StateShape(36, 128, 64, 1, 128,

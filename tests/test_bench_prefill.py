@@ -166,7 +166,7 @@ def test_parts_in_order() -> None:
         (["--methods", "kvr-e,ring"], "methods must be among kvr-e, kvr-s, kvr-p, tsp, not 'ring'"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--prefill-lens", "64", "--max-model-len", "64"], "do not fit max_model_len 64"),
-        (["--workers", "3", "--prefill-workers", "spawn:2"], "prefill_workers names 2"),
+        (["--workers", "3", "--prefill-workers", "spawn:2"], "prefill_workers has 2"),
     ],
 )
 def test_wrong_usage_is_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ WITH_ZMQ = {"cluster.links.zeromq", "cluster.links.zmq_socket"}
 NEVER = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 
+@cache
 def room_of(name: str) -> str:
     """Return the longest entry of FLOORS that contains ``name``."""
     rooms = [room for floor in FLOORS for room in floor if name == room or (room and name.startswith(room + "."))]
@@ -56,6 +58,7 @@ def room_of(name: str) -> str:
     return max(rooms, key=len)
 
 
+@cache
 def floor_of(name: str) -> int:
     return next(index for index, floor in enumerate(FLOORS) if room_of(name) in floor)
 

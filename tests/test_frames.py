@@ -293,13 +293,14 @@ AUDITED = [
     AuditQuestion(AuditMode.PARTIAL, 7, 1, 40, 41),
     AuditQuestion(AuditMode.READ, 8, 0, 600, 1),
     AuditQuestion(AuditMode.ROWS, -3, 1, 0, 5),
+    AuditQuestion(AuditMode.BLOCKS, 7, 0, 40, 41),
 ]
 """Questions of every form about both layers of LAYOUT."""
 
 
 def test_questions_of_an_audit_are_read_as_they_were_written() -> None:
     sizes = [query_bytes(LAYOUT, each) for each in AUDITED]
-    assert [size > 0 for size in sizes] == [False, True, True, False]
+    assert [size > 0 for size in sizes] == [False, True, True, False, False]
     memory = np.arange(sum(sizes), dtype=np.int64).astype(np.uint8)
     asked = auditing.with_queries(AUDITED, LAYOUT, memory)
     numbers, queries = auditing.encode_questions(asked)
@@ -316,8 +317,10 @@ def test_answers_of_an_audit_are_read_as_they_were_written() -> None:
         for number, each in enumerate(AUDITED)
     ]
     read = auditing.decode_answers(*auditing.encode_answers(answers), AUDITED, LAYOUT)
-    assert [each.is_damaged for each in read] == [False, True, False, True]
+    assert [each.is_damaged for each in read] == [False, True, False, True, False]
     assert [each.found.tobytes() for each in read] == [each.found.tobytes() for each in answers]
+    read = auditing.decode_answers(*auditing.encode_answers(answers[:2]), AUDITED[:2], LAYOUT)
+    assert [each.found.tobytes() for each in read] == [each.found.tobytes() for each in answers[:2]]
     with pytest.raises(FrameError, match="must be 0 or 1"):
         auditing.decode_answers(np.array([2], np.uint8), np.zeros(0, np.uint8), AUDITED[:1], LAYOUT)
 
@@ -325,7 +328,7 @@ def test_answers_of_an_audit_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ([(5, 7, 0, 40, 41)], "mode 5 is unknown"),
+        ([(6, 7, 0, 40, 41)], "mode 6 is unknown"),
         ([(-1, 7, 0, 40, 41)], "mode -1 is unknown"),
         ([(0, 7, 2, 40, 41)], "layer 2 does not exist"),
         ([(0, 7, -1, 40, 41)], "layer -1 does not exist"),

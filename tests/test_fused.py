@@ -16,6 +16,7 @@ from fastdecode import _sworker
 from fastdecode.sworker.model import fused
 from fastdecode.sworker.model.fused import FusedRows, Rotary
 from fastdecode.sworker.model.prepack import equal_within_rounding
+from fastdecode.sworker.products.kernels import use_openmp
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def test_rms_norm_matches(dim: int, dtype: torch.dtype, isa: str) -> None:
     torch.manual_seed(dim)
     norm, rows = norm_of(LlamaRMSNorm, dim, dtype), torch.randn(33, dim).to(dtype)
     out = torch.empty_like(rows)
-    _sworker.rms_norm(bits(rows), norm.weight.float().numpy(), 1e-5, True, bits(out), isa)
+    _sworker.rms_norm(bits(rows), norm.weight.float().numpy(), 1e-5, True, bits(out), 2, isa)
     wanted = norm(rows)
     assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-7) if dtype is torch.float32 else bf16_steps(out, wanted) <= 1
 
@@ -63,19 +64,50 @@ def test_rotation_is_the_models_own_bit_by_bit(heads: int, dim: int, dtype: torc
     x = wide[:, : heads * dim].view(21, heads, dim)
     cos, sin = torch.randn(2, 21, dim).to(dtype)
     out = torch.empty(21, heads, dim, dtype=dtype)
-    _sworker.rotate(bits(x), bits(cos), bits(sin), bits(out), isa)
+    _sworker.rotate(bits(x), bits(cos), bits(sin), bits(out), 2, isa)
     own, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None], sin[None])
     assert torch.equal(out, own[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_row_gets_the_same_bits_in_any_company(isa: str) -> None:
-    rows, weight = torch.randn(40, 300), torch.randn(300).numpy()
-    together, alone = torch.empty_like(rows), torch.empty(1, 300)
-    _sworker.rms_norm(rows.numpy(), weight, 1e-6, True, together.numpy(), isa)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gets_the_same_bits_in_any_company_and_from_any_thread(dtype: torch.dtype, isa: str) -> None:
+    use_openmp()
+    rows, weight = torch.randn(40, 300).to(dtype), torch.randn(300).numpy()
+    cos, sin = torch.randn(2, 40, 30).to(dtype)
+    parts, places = torch.randn(120, 300).to(dtype), torch.randint(0, 120, (40, 3))
+    factors = torch.rand(40, 3).to(dtype)
+
+    def all_of(some: slice, threads: int) -> list[torch.Tensor]:
+        normed, summed = torch.empty_like(rows[some]), torch.empty_like(rows[some])
+        turned = torch.empty(len(normed), 10, 30, dtype=dtype)
+        _sworker.rms_norm(bits(rows[some]), weight, 1e-6, True, bits(normed), threads, isa)
+        _sworker.rotate(bits(rows[some].view(-1, 10, 30)), bits(cos[some]), bits(sin[some]), bits(turned), threads, isa)
+        _sworker.sum_weighted(bits(parts), places[some].numpy(), bits(factors[some]), bits(summed), threads, isa)
+        return [normed, turned, summed]
+
+    together = all_of(slice(0, 40), 1)
+    for threads in (2, 3):
+        assert all(map(torch.equal, all_of(slice(0, 40), threads), together))
     for row in range(40):
-        _sworker.rms_norm(rows[row : row + 1].numpy(), weight, 1e-6, True, alone.numpy(), isa)
-        assert torch.equal(alone[0], together[row])
+        alone = all_of(slice(row, row + 1), 1)
+        assert all(torch.equal(own[0], whole[row]) for own, whole in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("terms", "dim"), [(1, 5), (2, 64), (8, 200), (3, 2048)])
+def test_weighted_sums_are_plain_torchs_bit_by_bit(terms: int, dim: int, dtype: torch.dtype, isa: str) -> None:
+    """Products are rounded to the dtype, and sums once at their end, as the experts' sums of transformers are."""
+    use_openmp()
+    parts, weights = torch.randn(50, dim).to(dtype), torch.randn(23, terms).to(dtype)
+    places, out = torch.randint(0, 50, (23, terms)), torch.empty(23, dim, dtype=dtype)
+    _sworker.sum_weighted(bits(parts), places.numpy(), bits(weights), bits(out), 2, isa)
+    wanted = sum((parts[places[:, i]] * weights[:, i, None]).float() for i in range(terms))
+    assert torch.equal(out, wanted.to(dtype))  # type: ignore[union-attr]
+    for wrong in (places + 50, places - 51, places[:20], places[:, :0]):
+        with pytest.raises(ValueError):
+            _sworker.sum_weighted(bits(parts), wrong.numpy().copy(), bits(weights), bits(out), 1, isa)
 
 
 def test_not_a_number_stays_one() -> None:
@@ -90,7 +122,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     for arguments in (
         (x, weight[:7], 1e-6, True, x),
         (x, weight, 1e-6, True, x[:3]),
-        (x, weight, 1e-6, True, x, "vax"),
+        (x, weight, 1e-6, True, x, 1, "vax"),
     ):
         with pytest.raises(ValueError):
             _sworker.rms_norm(*arguments)

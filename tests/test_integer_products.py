@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import integer_oracle, model_zoo
-from helpers.integer_oracle import multiplied
+from helpers.integer_oracle import multiplied, product, weights_of
 from safetensors.torch import load_file, save_file
 
 from fastdecode import LLM, SamplingParams, _sworker
@@ -24,7 +24,7 @@ from fastdecode.sworker.model.support import repeats_rows
 from fastdecode.sworker.products import kernels
 from fastdecode.sworker.products.codes import block_of, quantized, set_codes, unrotated
 from fastdecode.sworker.products.experts import ExpertProducts
-from fastdecode.sworker.products.kernels import array, integer_isa
+from fastdecode.sworker.products.kernels import integer_isa
 from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 from fastdecode.sworker.products.ordered import ordered_linear
 
@@ -32,18 +32,6 @@ MOST_USED = ("llama-gqa", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtra
 MOST_USED += ("gpt_neox", "falcon")
 ISAS = _sworker.integer_isas()
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def weights_of(weight: torch.Tensor, bias: torch.Tensor | None, block: int) -> Any:
-    codes = quantized(weight, block)
-    own_bias = None if bias is None else bias.float().numpy()
-    return _sworker.IntegerWeights(codes.codes.numpy(), codes.scales.numpy(), own_bias, block, 1)
-
-
-def product(weights: Any, x: torch.Tensor, columns: int, isa: str, threads: int = 1, kind: str = "none") -> Any:
-    out = torch.empty(len(x), columns, dtype=x.dtype)
-    weights.multiply(array(x), array(out), kind, isa, threads)
-    return out
 
 
 @pytest.mark.parametrize("instructions", ISAS)

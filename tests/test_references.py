@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers import model_zoo
+from helpers import model_zoo, recorded_texts
 from helpers.examples import thinned
 from helpers.model_zoo import ARCHITECTURES, NEW_TOKENS, RECIPES
 
@@ -99,3 +100,15 @@ def test_saved_model_is_the_same(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], value) for key, value in built.items())
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (config.eos_token_id, config.tie_word_embeddings) == (None, False)
+
+
+def test_recorded_tokens_are_used_only_where_the_model_prefers_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_zoo.build_model("llama-gqa"), model_zoo.prompts("llama-gqa")[2]
+    right = list(model_zoo.reference("llama-gqa").tokens[2][:5])
+    key = f"llama {zlib.crc32(repr(prompt).encode()):08x}"
+    monkeypatch.setattr(recorded_texts, "SEES_ALL", False)
+    for place in (None, 0, 2, 4):
+        known = [token + (number == place) for number, token in enumerate(right)]
+        monkeypatch.setattr(recorded_texts, "recorded", lambda known=known: {key: known})
+        assert recorded_texts.recorded_or(list, model, prompt, 5) == (right if place is None else [])
+    assert recorded_texts.recorded_or(list, model, prompt, 6) == [], "too few are recorded"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,32 +55,26 @@ class RowChooser:
         self._owed -= count
         if not count:
             return []
-        queue = list(self._candidates(plan))
+        spans, checkers = _spans_of(plan)
+        self._forget_others({each.sequence_id for each in spans}, 2 * len(spans) + 64)
+        queue = [(self._turn(each.sequence_id), each.sequence_id, index) for index, each in enumerate(spans)]
         heapq.heapify(queue)
         chosen = []
         for _ in range(count):
-            turn, sequence_id, worker, mini_batch, span, num_rows = queue[0]
-            number = self._turns[sequence_id][1]
+            turn, sequence_id, index = queue[0]
+            span, number = spans[index], self._turns[sequence_id][1]
+            row = int(self._random.integers(span.num_rows))
             layer = self._layers[number % len(self._layers)]
-            row = int(self._random.integers(num_rows))
-            chosen.append(_audited(plan, routes, worker, mini_batch, span, row, layer))
+            chosen.append(_audited(span, row, layer, routes[span.mini_batch], checkers))
             self._now = max(self._now, turn)
-            self._turns[sequence_id] = turn + 1 / num_rows, number + 1
-            heapq.heapreplace(queue, (turn + 1 / num_rows, *queue[0][1:]))
+            self._turns[sequence_id] = turn + 1 / span.num_rows, number + 1
+            heapq.heapreplace(queue, (turn + 1 / span.num_rows, sequence_id, index))
         return chosen
 
-    def _candidates(self, plan: StepPlan) -> list[tuple[float, int, int, int, int, int]]:
-        """Return (time of its next audit, sequence id, R-worker, mini-batch, index, number of rows) of each span."""
-        found = []
-        for worker, part in enumerate(plan.workers):
-            for number, spans in enumerate(part.mini_batches):
-                for index, (sequence_id, _, num_rows, mode) in enumerate(spans.tolist()):
-                    if mode != SpanMode.APPEND:
-                        found.append((self._turn(sequence_id), sequence_id, worker, number, index, num_rows))
-        if len(self._turns) > 2 * len(found) + 64:
-            present = {each[1] for each in found}
+    def _forget_others(self, present: set[int], most: int) -> None:
+        """Forget the turns of sequences that are not ``present``, if there are more than ``most`` turns."""
+        if len(self._turns) > most:
             self._turns = {each: turn for each, turn in self._turns.items() if each in present}
-        return found
 
     def _turn(self, sequence_id: int) -> float:
         """Return the time of the sequence's next audit, in rounds. A new sequence gets a random time and layer."""
@@ -89,41 +84,64 @@ class RowChooser:
         return max(self._turns[sequence_id][0], self._now - 1)
 
 
-def _audited(
-    plan: StepPlan, routes: Sequence[MiniBatchRoutes], worker: int, mini_batch: int, index: int, row: int, layer: int
-) -> AuditedRow:
-    """Return the ``AuditedRow`` in ``layer`` for row ``row`` of ``worker``'s span ``index`` in ``mini_batch``."""
-    spans, route = plan.workers[worker].mini_batches[mini_batch], routes[mini_batch].workers[worker]
-    span, before = spans[index], spans[:index]
-    sequence_id, context_len, num_rows = (int(span[name]) for name in ("sequence_id", "context_len", "num_rows"))
-    mode, num_tokens = AuditMode(int(span["mode"])), context_len + num_rows
-    place = int(before["num_rows"].sum()) + row
+class _Span(NamedTuple):
+    """A span of rows that attend on R-worker ``worker``. ``first_q``: the R-worker's query rows before the span.
+
+    ``first_answer``: its rows of o before the span, or its partial results.
+    """
+
+    worker: int
+    mini_batch: int
+    sequence_id: int
+    context_len: int
+    num_rows: int
+    mode: int
+    first_q: int
+    first_answer: int
+
+
+_Checkers = dict[tuple[int, int], list[int]]
+"""The R-workers that store tokens of a sequence without attending, by mini-batch and sequence id."""
+
+
+def _spans_of(plan: StepPlan) -> tuple[list[_Span], _Checkers]:
+    """Return the spans that attend in a step, and the R-workers that only store the others."""
+    found: list[_Span] = []
+    checkers: _Checkers = {}
+    for worker, part in enumerate(plan.workers):
+        for number, spans in enumerate(part.mini_batches):
+            first_q = num_outputs = num_partials = 0
+            for sequence_id, context_len, num_rows, mode in spans.tolist():
+                if mode == SpanMode.APPEND:
+                    checkers.setdefault((number, sequence_id), []).append(worker)
+                    continue
+                first_answer = num_outputs if mode == SpanMode.ATTEND else num_partials
+                found.append(_Span(worker, number, sequence_id, context_len, num_rows, mode, first_q, first_answer))
+                first_q += num_rows
+                num_outputs += num_rows if mode == SpanMode.ATTEND else 0
+                num_partials += _num_partials(context_len, num_rows, mode)
+    return found, checkers
+
+
+def _audited(span: _Span, row: int, layer: int, routes: MiniBatchRoutes, checkers: _Checkers) -> AuditedRow:
+    """Return the ``AuditedRow`` in ``layer`` for row ``row`` of ``span``. ``routes``: of the span's mini-batch."""
+    route, mode, num_tokens = routes.workers[span.worker], AuditMode(span.mode), span.context_len + span.num_rows
+    place = span.first_q + row
     q_row = route.q_rows.start + place if isinstance(route.q_rows, slice) else int(route.q_rows[place])
-    if mode is AuditMode.ATTEND:
-        first = route.o_rows.start + int(before["num_rows"][before["mode"] == SpanMode.ATTEND].sum()) + row
-        out = slice(first, first + 1)
-    else:
-        width = num_nodes(num_tokens) if mode is AuditMode.PARTIAL else 1
-        first = sum(_num_partials(*each) for each in before.tolist())
-        out = slice(first + row * width, first + row * width + width)
+    width = num_nodes(num_tokens) if mode is AuditMode.PARTIAL else 1
+    first = span.first_answer + row * width + (route.o_rows.start if mode is AuditMode.ATTEND else 0)
     if mode is AuditMode.READ:
-        parts = routes[mini_batch].merge.parts
-        num_tokens = int(parts["num_splits"][(parts["worker"] == worker) & (parts["row"] == first)][0]) * SPLIT_TOKENS
-    question = AuditQuestion(mode, sequence_id, layer, context_len + row, num_tokens)
-    return AuditedRow(worker, mini_batch, question, q_row, out, _checker(plan, worker, mini_batch, sequence_id))
+        parts = routes.merge.parts
+        of_span = (parts["worker"] == span.worker) & (parts["row"] == span.first_answer)
+        num_tokens = int(parts["num_splits"][of_span][0]) * SPLIT_TOKENS
+    others = [each for each in checkers.get((span.mini_batch, span.sequence_id), ()) if each != span.worker]
+    question = AuditQuestion(mode, span.sequence_id, layer, span.context_len + row, num_tokens)
+    checker = others[0] if others else -1
+    return AuditedRow(span.worker, span.mini_batch, question, q_row, slice(first, first + width), checker)
 
 
-def _num_partials(sequence_id: int, context_len: int, num_rows: int, mode: int) -> int:
+def _num_partials(context_len: int, num_rows: int, mode: int) -> int:
     """Return the number of partial results of a span."""
     if mode == SpanMode.READ:
         return num_rows
     return num_rows * num_nodes(context_len + num_rows) if mode == SpanMode.PARTIAL else 0
-
-
-def _checker(plan: StepPlan, worker: int, mini_batch: int, sequence_id: int) -> int:
-    """Return the R-worker that stores a second copy of ``sequence_id`` in this step; -1 if there is none."""
-    for index, part in enumerate(plan.workers):
-        spans = part.mini_batches[mini_batch]
-        if index != worker and (spans["mode"][spans["sequence_id"] == sequence_id] == SpanMode.APPEND).any():
-            return index
-    return -1

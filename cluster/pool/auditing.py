@@ -53,25 +53,25 @@ class RandomAudit(Audit):
             )
         self._layout, self._ask, self._last = layout, ask, len(layout.layers) - 1
         self._chooser = RowChooser(self._fraction, layout.audited_layers, self._seed)
-        for isa in isas:
-            self._attend_in(isa)
+        if infos:
+            self._attend_as(infos[0])
         for index in range(len(infos)):
             ask(index, [])()
 
-    def _attend_in(self, isa: str) -> None:
-        """Compute third results in ``isa``, the arithmetic of the first R-workers. Raise ConfigError if impossible."""
-        if not attends_in(isa):
+    def _attend_as(self, first: RWorkerInfo) -> None:
+        """Compute third results in the arithmetic of the ``first`` R-worker. Raise ConfigError if this host cannot."""
+        if not attends_in(first.isa):
             raise ConfigError(
-                f"audit: R-workers attend in {isa}, which this host lacks: start all R-workers with "
+                f"audit: R-workers attend in {first.isa}, which this host lacks: start all R-workers with "
                 f"--uniform-arithmetic and an instruction set of this host"
             )
-        self._isa, self._referee = isa, Referee(self._layout, isa)
+        self._isa, self._referee = first.isa, Referee(self._layout, first.isa, first.block_size)
 
     def admits(self, joined: Joined) -> bool:
         info = joined.info
         if not self._isa:  # no R-worker was present when the pool opened
             try:
-                self._attend_in(info.isa)
+                self._attend_as(info)
             except ConfigError as error:
                 logger.error("R-worker %s may not join: %s", info.name, error)
                 return False
@@ -139,7 +139,8 @@ class RandomAudit(Audit):
     def _send(self) -> None:
         """Send the first questions to each R-worker. Further questions wait until these are answered."""
         for row in self._all_rows():
-            mode = AuditMode.CHECK if row.checker >= 0 or self._is_large(row) else AuditMode.ROWS
+            is_checked = row.checker >= 0 or self._is_large(row)
+            mode = AuditMode.CHECK if is_checked else self._referee.mode(row.question.layer)
             self._asked.setdefault(row.worker, []).append(replace(row.question, mode=mode))
             if row.checker >= 0:
                 self._asked.setdefault(row.checker, []).append(replace(row.question, query=row.query))
@@ -170,14 +171,18 @@ class RandomAudit(Audit):
         if row.given is None or row.query is None:
             return []
         if other is None:
-            if not len(own.found) or np.array_equal(row.given, self._referee.attend(row, own.found)):
+            if not len(own.found) or np.array_equal(row.given, self._attend_alone(row, own.found)):
                 return []
             return [self._judge_alone(row, row.given, own.found)]
         return [] if np.array_equal(row.given, other.found) else self._judge(row, row.given, other.found)
 
+    def _attend_alone(self, row: AuditedRow, rows: np.ndarray) -> np.ndarray:
+        """Return this host's answer for ``row``, over the keys and values that the row's R-worker returned."""
+        return self._referee.attend(row, rows, self._referee.mode(row.question.layer))
+
     def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> Verdict:
         """Return the verdict if ``row``'s answer ``given`` differs from attention over its keys and values ``rows``."""
-        first, second = self._referee.attend(row, rows), self._referee.attend(row, rows)
+        first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
             return Verdict(row.worker, f"its attention in layer {row.question.layer} differs from what its rows give")
         return Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")

@@ -8,7 +8,8 @@ import numpy as np
 
 from fastdecode import _rworker
 from fastdecode.cluster.pool.audited_rows import AuditedRow
-from fastdecode.cluster.r_worker.host import begin_step, make_layer_cache
+from fastdecode.cluster.r_worker.host import begin_step, block_bytes, make_layer_cache
+from fastdecode.core.auditing import AuditMode
 from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
@@ -19,19 +20,35 @@ class Referee:
     It keeps one small cache per kind of layer, and one sequence at a time.
     """
 
-    def __init__(self, layout: KVLayout, isa: str) -> None:
-        """``isa``: the R-workers' instruction set, which this process must have too."""
-        self._layout = replace(layout, isa=isa, kv_port="", weights={})
+    def __init__(self, layout: KVLayout, isa: str, block_size: int) -> None:
+        """``isa``: the R-workers' instruction set, which this process must have too. ``block_size``: of R-workers."""
+        self._layout, self._block_size = replace(layout, isa=isa, kv_port="", weights={}), block_size
+        self._modes = [self._mode_for(layer) for layer in layout.layers]
         self._caches: dict[Layer, tuple[int, _rworker.RWorker]] = {}
 
-    def attend(self, row: AuditedRow, rows: np.ndarray) -> np.ndarray:
-        """Return the answer for ``row``, uint8 [num_bytes], from the keys and values ``rows`` of its layer, uint8."""
+    def mode(self, layer: int) -> AuditMode:
+        """Return the mode in which R-workers return keys and values of ``layer`` fastest: BLOCKS if possible, or ROWS.
+
+        Rows pass through a conversion on both sides, which takes ten times as long as attention over them.
+        """
+        return self._modes[layer]
+
+    def attend(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> np.ndarray:
+        """Return the answer for ``row``, uint8 [num_bytes], from the keys and values ``rows`` of its layer, uint8.
+
+        ``mode``: the mode in which the R-worker returned ``rows``.
+        """
         asked = row.question
         if row.query is None:
             raise ValueError("the row's query was not kept")
         cache = self._cache(self._layout.layers[asked.layer], asked.num_tokens)
-        cache.import_(0, asked.num_tokens, rows)
+        num_full = asked.num_tokens // self._block_size * self._block_size if mode is AuditMode.BLOCKS else 0
+        num_bytes = num_full * len(rows) // asked.num_tokens
         try:
+            if num_full:
+                cache.import_blocks(0, num_full, rows[:num_bytes])
+            if num_full < asked.num_tokens:
+                cache.import_(0, asked.num_tokens - num_full, rows[num_bytes:], num_full)
             return cache.attend_again(0, 0, asked.position, int(asked.mode), row.query).reshape(-1).view(np.uint8)
         finally:
             release = np.array([(Verb.RELEASE, 0, 0, 0)], CONTROL)
@@ -44,6 +61,14 @@ class Referee:
             cache.close()
         self._caches.clear()
 
+    def _mode_for(self, layer: Layer) -> AuditMode:
+        """Return BLOCKS if a block of ``layer`` takes as many bytes as its tokens, else ROWS."""
+        if not layer.is_audited:
+            return AuditMode.ROWS
+        token_bytes = layer.token_bytes(self._layout.kv_dtype)
+        num_bytes = block_bytes(replace(self._layout, layers=(layer,)), self._block_size)
+        return AuditMode.BLOCKS if num_bytes == self._block_size * token_bytes else AuditMode.ROWS
+
     def _cache(self, layer: Layer, num_tokens: int) -> _rworker.RWorker:
         """Return a cache for ``num_tokens`` tokens of one layer like ``layer``."""
         room, cache = self._caches.get(layer, (0, None))
@@ -51,6 +76,6 @@ class Referee:
             if cache:
                 cache.close()
             room = 1 << max(num_tokens - 1, 1023).bit_length()
-            cache = make_layer_cache(replace(self._layout, layers=(layer,)), room, 1, ())
+            cache = make_layer_cache(replace(self._layout, layers=(layer,)), room, 1, (), self._block_size)
             self._caches[layer] = room, cache
         return cache

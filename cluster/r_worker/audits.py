@@ -51,8 +51,8 @@ def check_memory(worker: _rworker.RWorker, sequence_id: int, num_tokens: int) ->
 def _answer(worker: _rworker.RWorker, layout: KVLayout, asked: AuditQuestion) -> AuditAnswer:
     is_damaged = worker.find_damage(asked.sequence_id, layer=asked.layer) >= 0
     found = np.zeros(0, np.uint8)
-    if asked.mode is AuditMode.ROWS:
-        found = worker.export_layer(asked.sequence_id, asked.layer)
+    if asked.mode in (AuditMode.ROWS, AuditMode.BLOCKS):
+        found = worker.export_layer(asked.sequence_id, asked.layer, as_blocks=asked.mode is AuditMode.BLOCKS)
     elif asked.query is not None:
         again = worker.attend_again(asked.sequence_id, asked.layer, asked.position, int(asked.mode), asked.query)
         found = again.reshape(-1).view(np.uint8)

@@ -171,17 +171,20 @@ def _out_of_resources(size: RWorkerSize) -> Iterator[None]:
         ) from None
 
 
-def make_layer_cache(layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...]) -> _rworker.RWorker:
+def make_layer_cache(
+    layout: KVLayout, num_tokens: int, num_threads: int, cores: tuple[int, ...], block_size: int = 0
+) -> _rworker.RWorker:
     """Return a cache for one sequence of ``num_tokens`` and one layer, or one layer and its index.
+
+    ``block_size``: tokens per block; 0: this function chooses, since the block size does not affect results.
 
     If this process lacks the layout's instruction set, the cache uses the fastest that this process has.
     """
     layout = layout.absorbed
     if not attends_in(layout.isa):
         layout = replace(layout, isa="auto")
-    # Most tokens per block of this cache. The block size does not affect results.
     layer_cache_block = 256
-    block_size = math.gcd(layer_cache_block, *(layer.block_tokens for layer in layout.layers))
+    block_size = block_size or math.gcd(layer_cache_block, *(layer.block_tokens for layer in layout.layers))
     of_block = block_bytes(layout, block_size)
     states = [layout.sequence_bytes(layer) for layer in range(len(layout.layers))]
     state_blocks = sum(2 * each // of_block + 1 for each in states if each)

@@ -63,7 +63,8 @@ def with_queries(asked: Sequence[AuditQuestion], layout: KVLayout, memory: np.nd
 def encode_answers(answers: Sequence[AuditAnswer]) -> list[np.ndarray]:
     """Return the parts of AUDITED: for each question whether blocks are damaged, uint8; and all bytes found."""
     damaged = np.array([each.is_damaged for each in answers], np.uint8)
-    return [damaged, np.concatenate([np.zeros(0, np.uint8), *(each.found for each in answers)])]
+    found = [each.found for each in answers if len(each.found)]
+    return [damaged, found[0] if len(found) == 1 else np.concatenate([np.zeros(0, np.uint8), *found])]
 
 
 def decode_answers(

@@ -16,7 +16,8 @@ from fastdecode.kinds.layout import KVLayout
 class AuditMode(IntEnum):
     """The kinds of audits of a row by an R-worker.
     CHECK: compare blocks with their checksums, as all other kinds do too. ATTEND, PARTIAL, READ: attend again, as for a
-    span of that SpanMode. ROWS: return the keys and values of one layer.
+    span of that SpanMode. ROWS: return the keys and values of one layer. BLOCKS: the
+    same, with full blocks as they are stored.
     """
 
     CHECK = 0
@@ -24,10 +25,11 @@ class AuditMode(IntEnum):
     PARTIAL = SpanMode.PARTIAL
     READ = SpanMode.READ
     ROWS = 4
+    BLOCKS = 5
 
     @property
     def attends(self) -> bool:
-        """True if the mode attends, so that the question needs a query."""
+        """True if the audit computes attention, so that the question needs a query."""
         return AuditMode.ATTEND <= self <= AuditMode.READ
 
 
@@ -68,7 +70,7 @@ def answer_bytes(layout: KVLayout, asked: AuditQuestion) -> int:
     match asked.mode:
         case AuditMode.CHECK:
             return 0
-        case AuditMode.ROWS:
+        case AuditMode.ROWS | AuditMode.BLOCKS:
             return asked.num_tokens * layer.token_bytes(layout.kv_dtype)
         case AuditMode.ATTEND:
             return math.prod(layer.row_shapes[3]) * WIRE_DTYPE[layout.model_dtype].itemsize

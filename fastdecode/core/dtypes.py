@@ -24,7 +24,7 @@ WIRE_DTYPE: dict[str, np.dtype] = {
 
 
 def is_quantized(kv_dtype: str) -> bool:
-    """Return whether a cache of ``kv_dtype`` stores integer codes with scales; one of the model's dtype does not."""
+    """Return whether a cache of ``kv_dtype`` stores quantized integers with scales, not floats of the model's dtype."""
     return KV_BITS.get(kv_dtype, 16) < 16
 
 

@@ -53,5 +53,5 @@ PARTS = {
 
 
 def optional(name: str) -> Any:
-    """Import and return the module called ``name`` here, such as "GGUF"."""
+    """Import and return the module that this file lists as ``name``, such as "GGUF"."""
     return import_module(f"fastdecode.{PARTS[name]}")

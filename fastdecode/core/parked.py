@@ -28,7 +28,7 @@ def num_pieces(num_blocks: int, block_size: int) -> int:
 
 
 def num_marks(num_blocks: int, block_size: int, rest: int = 0) -> int:
-    """Return the length of ``Chain.marks`` for ``num_blocks`` blocks and ``rest`` tokens after them."""
+    """Return the number of hashes in ``Chain.marks`` for ``num_blocks`` blocks and ``rest`` tokens after them."""
     return num_pieces(num_blocks, block_size) + (rest > 0)
 
 

@@ -1,4 +1,4 @@
-"""Splits a mini-batch among R-workers: each one's spans and its ``Route``, computed once per plan."""
+"""Splits a mini-batch among R-workers: which spans and which rows each of them gets, computed once per plan."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def node_widths(num_tokens: int) -> list[int]:
 
 
 class _ByWorker(NamedTuple):
-    """For each R-worker, spans of rows whose first copy is elsewhere, and their row numbers, int64 [num_rows]."""
+    """For each R-worker, its READ spans or its spans of second copies, and their row numbers, int64 [num_rows]."""
 
     spans: list[np.ndarray]
     rows: list[np.ndarray]

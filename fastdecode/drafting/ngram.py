@@ -79,7 +79,7 @@ def continuation(tokens: np.ndarray, least: int, most: int, count: int) -> list[
 
 
 def _match_lengths(tokens: np.ndarray, places: np.ndarray, look_back: int) -> np.ndarray:
-    """Return how many tokens match when those that end at each of ``places`` are compared with the last of ``tokens``.
+    """Return, for each of ``places``, how many tokens that end there equal the last of ``tokens``.
     The result is int64 [len(places)], at most ``look_back``.
     """
     back = np.arange(look_back)

@@ -67,7 +67,6 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
-        """Return ``LLMEngine(engine_args)``; the name is vLLM's."""
         return cls(engine_args)
 
     @property

@@ -172,7 +172,6 @@ class LiveWorld:
         self.ranks = ranks
 
     def now(self) -> float:
-        """Return the seconds of ``time.perf_counter``."""
         return time.perf_counter()
 
     def tell(self, step: ScheduledStep) -> None:

@@ -53,7 +53,8 @@ class RemotePrefills(Companion):
     def begun(self, step: ScheduledStep) -> None:
         """Send the prompts of this step to prefill workers; R-workers have reserved blocks for these prompts."""
         for each in step.prefills:
-            method = "kvr" if each.context_len else self.method  # method "tsp" cannot read a cached prefix
+            # prefill workers cannot read a cached prefix by the method "tsp"
+            method = "kvr" if each.context_len else self.method
             self.backend.submit(replace(each, method=method), self._r_workers)
 
     def cancel_unwanted(self, scheduler: Scheduler) -> None:

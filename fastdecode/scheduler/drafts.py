@@ -47,7 +47,6 @@ class DraftCounts:
         }
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified draft: ``num_accepted`` of its ``num_drafted`` tokens were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         for place in range(num_accepted):

@@ -36,13 +36,11 @@ class Names:
         self._reached: dict[int, int] = {}
 
     def segments(self, sequence: TokenSequence, segments: Iterable[Segment]) -> None:
-        """Record the cache ids of ``segments`` of ``sequence``."""
         for each in segments:
             if each.start or each.cache_id != sequence.sequence_id:
                 self.name(each.cache_id, sequence.sequence_id, each.start)
 
     def name(self, cache_id: int, sequence_id: int, start: int) -> None:
-        """Record that ``cache_id`` holds the tokens of sequence ``sequence_id`` from position ``start`` on."""
         if self.is_wanted:
             self._named.append(Named(cache_id, sequence_id, start))
 
@@ -65,7 +63,6 @@ class CacheIds:
         self._ids = itertools.count(-1, -1)
 
     def new(self) -> int:
-        """Return an unused cache id."""
         return next(self._ids)
 
     def begin_below(self, lowest: int) -> None:

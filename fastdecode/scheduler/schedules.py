@@ -11,7 +11,7 @@ from fastdecode.scheduler.sequence import Sizes
 
 
 class Prefill(Enum):
-    """How prompt tokens are computed in the same steps as decodes, or in others."""
+    """How prompt tokens share steps with decodes, and how prompts are cut."""
 
     UNBOUNDED = "whole, all at once, whatever the token budget"
     FIRST = "in steps of their own, while the decodes wait"

@@ -50,7 +50,6 @@ class TokenSequence:
     row: int = -1
 
     def append(self, token_id: int) -> None:
-        """Append one output token."""
         self.output_token_ids.append(token_id)
         if self.table is not None:
             self.table.last_tokens[self.row] = token_id

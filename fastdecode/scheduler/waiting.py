@@ -40,7 +40,6 @@ class WaitingQueue:
         return [*self._waiting, *followers, *self._aside.values()]
 
     def push(self, sequence: TokenSequence) -> None:
-        """Queue ``sequence`` to compute all of its tokens."""
         sequence.num_prefill, sequence.woken_on = sequence.num_tokens, -1
         self._prefix_cache.arrive(sequence)
         self._insert(sequence)
@@ -62,7 +61,6 @@ class WaitingQueue:
             self._following.setdefault(leader.sequence_id, []).append(self._waiting.pop(0))
 
     def pop(self) -> TokenSequence:
-        """Remove and return the oldest waiting sequence."""
         return self._waiting.pop(0)
 
     def release_followers(self, leader: TokenSequence) -> None:

@@ -1,4 +1,4 @@
-"""The search for a plan's mini-batch size: where throughput stops rising much (the knee), within limits of time."""
+"""Searches a plan's mini-batch size: the one beyond which throughput hardly rises (the knee), within latency limits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from fastdecode.perfmodel.service import ServiceLimits
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Finds mini-batch sizes for a planner, with an existing pool of R-workers or with as many as keep up."""
+    """Finds mini-batch sizes for a planner, whose R-workers are given, or as many as keep up with the S-worker."""
 
     planner: Planner
 
     def knee(self) -> int:
         """Return the smallest batch for which doubling raises E(B) = B/T(B) by less than a tenth (eq. 8).
 
-        With an existing pool, the tokens per second of all stages replace E(B), and the pool must hold the batch.
+        T(B) is the S-part's time. If the number of R-workers is given, E(B) is the tokens per second of S-worker, link
+        and R-workers together, and the batch must also fit the R-workers' memory.
         """
-        # Step of the batch sizes tried for the knee, since GPUs multiply in tiles
+        # Only multiples of this batch size are tried, since GPUs multiply in tiles
         knee_tile = 64
         sizes = range(knee_tile, MOST_SEQUENCES // 2, knee_tile)
-        # The batch is large enough when doubling it raises E(B) by less than this fraction
+        # The batch is large enough when doubling it raises throughput by less than this fraction
         knee_gain = 0.1
         knee = next((size for size in sizes if self._gain_of_doubling(size) < knee_gain), sizes[-1])
         return max(1, largest(self._fits_pool, knee))
@@ -41,7 +42,7 @@ class BatchSearch:
         return max(least, largest(lambda size: size <= least or self._keeps(size, limits), self.knee()))
 
     def smallest(self) -> int:
-        """Return the smallest mini-batch that some number of R-workers keeps up with; it has the shortest steps."""
+        """Return the smallest mini-batch with which enough R-workers would be as fast as the S-worker."""
         if self.planner.num_r_workers:
             return 1
         return largest(lambda size: not self._can_be_balanced(size), MOST_SEQUENCES - 1) + 1
@@ -67,7 +68,7 @@ class BatchSearch:
         )
 
     def step_seconds(self, mini_batch_size: int) -> float:
-        """Return the seconds of the mean step with as many R-workers, unrounded, as keep up with the S-worker."""
+        """Return the seconds of the mean step with the given R-workers, or with as many (a fraction) as keep up."""
         planner = self.planner
         in_flight = equations.in_flight(mini_batch_size, planner.num_mini_batches)
         return planner.mean_step_seconds(in_flight, self._workers(mini_batch_size))
@@ -90,7 +91,7 @@ class BatchSearch:
         return planner.num_r_workers is None or planner.memory_r_workers(in_flight) <= planner.num_r_workers
 
     def _can_be_balanced(self, mini_batch_size: int) -> bool:
-        """Return whether some number of R-workers keeps up, despite the costs that more R-workers do not reduce."""
+        """Return whether the R-part's costs that more R-workers do not reduce take less time than the S-worker."""
         planner = self.planner
         indivisible = equations.indivisible_seconds(
             planner.r_part.seconds_per_token, planner.workload.shared_prefix_len, planner.r_part.call_seconds

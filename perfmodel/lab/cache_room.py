@@ -1,4 +1,4 @@
-"""The memory that sequences need on R-workers at the peak load of the load-stabilizing schedule (equation 9)."""
+"""The R-worker memory that sequences need at the load-stabilizing schedule's peak (FastDecode's equation 9)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class CacheRoom:
 
     def load_limit(self, in_flight: int, num_r_workers: int) -> int:
         """Return the KV load limit for the scheduler: the schedule's peak load, or more if there are prompts.
-        Sequences whose prompts are being computed are in flight but attend to nothing. To keep the batch full, 1/32
-        more sequences are counted, or as many on each R-worker as on the fullest, whichever is more. Each R-worker may
-        have an equal part of the limit, so the limit is scaled to the busiest R-worker's expected load (``barrier``).
+        While its prompt is computed, a sequence is in flight but adds no load. So the limit counts 1/32 more sequences
+        than ``in_flight``, or as many on every R-worker as on the fullest, whichever is more. The scheduler gives each
+        R-worker an equal part of the limit, so the limit is multiplied by the busiest R-worker's load over the mean
+        (``barrier``).
         """
         if not self.workload.prompt_len:
             return self._peak(in_flight)
@@ -46,18 +47,18 @@ class CacheRoom:
         return round_up(peak * barrier(num_r_workers, each, self.workload.context_spread))
 
     def _peak(self, in_flight: int, waiting: int = 0) -> int:
-        """Return the schedule's peak load if ``waiting`` more sequences than ``in_flight`` are counted.
-        The result is at least one whole sequence, since under a lower limit no sequence could run.
+        """Return the peak load, in cached tokens, of ``in_flight`` + ``waiting`` sequences.
+        The result is at least the length of one sequence, since under a lower limit no sequence could run.
         """
         output_len = self.workload.output_len
-        before = self.workload.mean_context - output_len / 2.0  # the prompt, plus what unequal output lengths add
+        before = self.workload.mean_context - output_len / 2.0  # the prompt, and more if outputs differ
         interval = self.interval(in_flight)
         peak = equations.peak_load_stabilized(in_flight + waiting, output_len, interval, before)
         return round_up(max(peak, self.workload.seq_len))
 
     def memory_r_workers(self, in_flight: int) -> int:
         """Return how many R-workers have the memory for the peak load (equation 9).
-        Sequences on an R-worker store a shared prefix once, but each second copy stores the prefix again.
+        All sequences of an R-worker share one stored prefix, but each second copy stores the prefix again.
         """
         shared, copies = self.workload.shared_prefix_len, self.copies - 1
         peak_context = self._peak(in_flight) / in_flight

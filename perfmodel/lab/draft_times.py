@@ -16,10 +16,11 @@ LOOKUP_SECONDS = 15e-6
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Seconds of drafting: ``sequence_seconds`` per sequence and step, and one pass per draft token.
+    """Seconds of drafting: ``sequence_seconds`` per sequence and step, and the draft model's time per draft token.
 
-    A pass takes ``num_layers`` layers and the head of ``s_part``, and as many calls of ``r_part`` (None: no calls). A
-    pass that attends on R-workers recomputes the rows of the step's earlier passes, which R-workers do not cache.
+    For each draft token, the draft model computes ``num_layers`` layers and the output projection (``s_part``), and
+    calls attention in each layer (``r_part``; None: no attention). R-workers do not cache draft tokens, so each call
+    recomputes the rows of the step's earlier draft tokens.
     """
 
     sequence_seconds: float = 0.0
@@ -44,9 +45,10 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafts of a sequence in a step: at most ``num_speculative_tokens`` at ``cost``.
+    """The draft tokens of a sequence in a step: at most ``num_speculative_tokens``, which take the time ``cost``.
 
-    ``acceptance_rate``: probability that a draft is accepted if its predecessors are. ``row_share``: see ``ROW_SHARE``.
+    ``acceptance_rate``: probability that a draft token is accepted if its predecessors are. ``row_share``: see the
+    function.
     """
 
     num_speculative_tokens: int
@@ -60,15 +62,16 @@ class Drafting:
 
 
 def row_share(group: int) -> float:
-    """Return the time of a verification's further row per cached token, as a fraction of the first row's time.
-    ``group``: query heads per KV head.
+    """Return the attention time of one draft token's row, as a fraction of the time of the sequence's ordinary row.
+    Rows of one sequence read the same cache together, so each draft token adds little. ``group``: query heads per KV
+    head.
     """
     # Seconds of arithmetic per row and query head, divided by those of reading a token: 3.3 ns / 25 ns on Zen 4 for a
     # bfloat16 KV head of 128 (docs/performance.md). A call takes the longer of arithmetic and reading.
     computed_share = 0.132
-    # Rows of a typical verification. If its arithmetic takes longer than reading, the further rows share the excess.
+    # Rows of a typical verification, with 4 draft tokens. Arithmetic beyond the time of reading is charged to these 4.
     usual_rows = 5
     above = (computed_share * group * usual_rows - 1.0) / (usual_rows - 1)
-    # A further row takes at most as long as the first
+    # The row of a draft token takes at most as long as the ordinary row
     most_row_share = 1.0
     return min(max(ROW_SHARE, above), most_row_share)

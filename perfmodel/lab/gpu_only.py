@@ -1,4 +1,4 @@
-"""The alternative to every plan: the same GPU with the KV cache in its own memory."""
+"""The alternative to FastDecode: the same GPU without R-workers, with the KV cache in its own memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
     """
     one, link = usable_bytes(gpu) / group.size, group.link or gpu_peer_link(gpu)
     count = 1
-    # Most GPUs of an S-worker
     most_gpus = 64
     while count <= most_gpus:
         if held_bytes(shape, RankGroup(count, link)) <= count * one:
@@ -58,9 +57,9 @@ def fewest_gpus(shape: ModelShape, gpu: Gpu, group: RankGroup = ALONE) -> int | 
 @dataclass(frozen=True)
 class GpuOnly:
     """The best result of the GPU alone. ``max_batch_size`` is 0, without throughput, if no sequence can run.
-    ``limited_by``: "memory", "latency limit", or "time per token" (users' limits). ``ttft_seconds``: time to first
-    token of a request that starts at once, while no other prompt is computed. ``lone_step_seconds``: time per token of
-    one user, if the limit, but not memory, excludes all batches.
+    ``limited_by``: what bounds the batch: "memory", "latency limit", or "time per token". ``ttft_seconds``: time to
+    first token of a request that starts at once, while no other prompt is computed. ``lone_step_seconds``: time per
+    token of a single user, given only if the memory suffices but even this time exceeds the limit.
     """
 
     max_batch_size: int
@@ -71,7 +70,7 @@ class GpuOnly:
     lone_step_seconds: float | None = None
 
     def service(self, price_per_million_tokens: float | None = None) -> Service | None:
-        """Return this service as its users see it; None if no sequence can run."""
+        """Return batch size, throughput and latencies as a ``Service``; None if no sequence can run."""
         if self.step_seconds is None or self.ttft_seconds is None:
             return None
         return Service(
@@ -83,9 +82,9 @@ class GpuOnly:
 @dataclass(frozen=True)
 class GpuStepTime:
     """Computes the seconds of any step of a GPU that holds the cache itself, at the roofline (a ``StepTime``).
-    The seconds are the sum of weights and products, attention, and the collectives of ``group``, whose GPUs together
-    are ``gpu``. Attention reads ``read_share`` of the cached keys and values once per step and sequence. A step also
-    reads and writes the states of sampled sequences.
+    The seconds are the sum of weights or matrix products, of attention, and of collectives in ``group``. ``gpu`` stands
+    for all GPUs of ``group`` together. Attention reads ``read_share`` of the cached keys and values once per step and
+    sequence. A step also reads and writes the states of sampled sequences.
     """
 
     shape: ModelShape
@@ -122,8 +121,8 @@ class GpuStepTime:
 def pair_seconds(shape: ModelShape, gpu: Gpu) -> float:
     """Return the seconds of one (query, key) pair of a prompt on ``gpu``, over all attending layers.
 
-    A pair takes the multiply-adds of a score and of a value. If linear layers multiply int8, attention has half the
-    rate of ``gpu``. Pairs that windows or indexes exclude are not subtracted.
+    A pair takes the multiply-adds of one score and of adding one value. If linear layers multiply int8, the rate of
+    ``gpu`` is that of int8, and attention has half of it. Sliding windows and indexes are ignored.
     """
     layer = shape.layer_layout
     operations = 2.0 * layer.num_heads * (layer.key_head_dim + layer.value_head_dim) * shape.attention_layers
@@ -137,10 +136,10 @@ def collective_seconds(shape: ModelShape, group: RankGroup, rows: float, sampled
 
 @dataclass(frozen=True)
 class GpuServer:
-    """A model on a GPU without R-workers, with memory filled to the last byte and kernels at the roofline.
+    """A model on a GPU without R-workers, with its whole memory in use and kernels at the roofline.
 
-    It is better than any real server, so that conclusions in favour of FastDecode hold. ``read_share``: part of the
-    cache that a step reads.
+    No real server is as fast, so comparisons never favour FastDecode. ``read_share``: fraction of the cache that a step
+    reads.
     """
 
     shape: ModelShape
@@ -197,7 +196,7 @@ class GpuServer:
 
     @property
     def most_sequences(self) -> int:
-        """Number of mean sequences that fit the memory beside the weights."""
+        """Number of sequences of mean length that fit the memory beside the weights."""
         weights = held_bytes(self.shape, self.group) + self._shared_kv_bytes
         of_each = self.own_kv_bytes + self.shape.state_bytes_per_sequence
         return equations.roofline_max_batch_size(usable_bytes(self.gpu), weights, of_each)

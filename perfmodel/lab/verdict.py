@@ -37,7 +37,6 @@ def judge(plan: Plan, alone: GpuOnly | None, prices: Prices, limits: ServiceLimi
 
 
 def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> Verdict:
-    """Compare FastDecode with the GPU alone, where both can serve."""
     ratio = service.tokens_per_second / alone.output_tokens_per_second
     times = f"{digits(ratio, 2)} x the tokens per second of the GPU alone, {_each(service)}; {beside}"
     if ratio <= 1:
@@ -63,7 +62,6 @@ def _compared(service: Service, alone: GpuOnly, prices: Prices, beside: str) -> 
 
 
 def _alone(alone: GpuOnly, limits: ServiceLimits) -> str:
-    """Return the result of the GPU alone, as a clause."""
     service = alone.service()
     if service:
         return f"the GPU alone serves {users(service.users)} at {milliseconds(service.tpot_seconds)} per token"

@@ -33,12 +33,13 @@ py::array PyRWorker::attend_again(std::int64_t sequence_id, std::int64_t layer, 
 
 namespace {
 
-py::array_t<std::uint8_t> export_layer(const PyRWorker& self, std::int64_t sequence_id, std::int64_t layer) {
+py::array_t<std::uint8_t> export_layer(const PyRWorker& self, std::int64_t sequence_id, std::int64_t layer,
+                                       bool as_blocks) {
     const rworker::Worker& open = self.worker();
-    py::array_t<std::uint8_t> data(open.layer_bytes(sequence_id, layer));
+    py::array_t<std::uint8_t> data(open.layer_bytes(sequence_id, layer, as_blocks));
     std::uint8_t* const out = data.mutable_data();
     const py::gil_scoped_release unlocked;
-    open.export_layer(sequence_id, layer, out);
+    open.export_layer(sequence_id, layer, as_blocks, out);
     return data;
 }
 
@@ -53,7 +54,7 @@ std::int64_t find_damage(const PyRWorker& self, std::int64_t sequence_id, std::i
 void bind_audits(py::class_<PyRWorker>& cls) {
     cls.def("attend_again", &PyRWorker::attend_again, py::arg("sequence_id"), py::arg("layer"), py::arg("position"),
             py::arg("mode"), py::arg("query").noconvert());
-    cls.def("export_layer", &export_layer, py::arg("sequence_id"), py::arg("layer"));
+    cls.def("export_layer", &export_layer, py::arg("sequence_id"), py::arg("layer"), py::arg("as_blocks") = false);
     cls.def("find_damage", &find_damage, py::arg("sequence_id"), py::arg("num_tokens") = -1, py::arg("layer") = -1);
     cls.def("keep_checksums", [](const PyRWorker& self) { self.worker().keep_checksums(); });
     cls.def(

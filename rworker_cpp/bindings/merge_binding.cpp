@@ -32,7 +32,7 @@ struct Merge {
     DType dtype;
     std::int64_t num_rows, num_heads, value_dim;
     std::uint8_t* out;
-    std::vector<std::pair<const float*, std::int64_t>> buffers;  // and their rows
+    std::vector<std::pair<const float*, std::int64_t>> buffers;  // partial results, and their number of rows
 
     Merge(const std::vector<py::array>& partials, py::array& rows, const std::string& model_dtype)
         : dtype(rworker::parse_model_dtype(model_dtype)) {
@@ -111,7 +111,7 @@ void merge_partials(const std::vector<py::array>& partials, const Table& parts, 
 
 using Counts = py::array_t<std::int32_t, py::array::c_style>;
 
-/// Ranks of one buffer, and the place of its counts.
+/// Ranks of one buffer, and where the counts of that buffer go.
 struct Ranked {
     const std::uint32_t* ranks;
     std::int32_t* counts;

@@ -36,7 +36,7 @@ RWORKER_INTRINSIC __m512i _mm512_cvtepu16_epi32(__m256i a) {
     return wide;
 }
 
-/// The low halves.
+/// Takes the low half of each lane.
 RWORKER_INTRINSIC __m256i _mm512_cvtepi32_epi16(__m512i a) {
     const emulation::Lanes<uint32_t> x(a);
     emulation::Lanes<uint16_t, 32> low;

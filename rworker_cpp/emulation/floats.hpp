@@ -35,7 +35,7 @@ RWORKER_INTRINSIC __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return 
 
 namespace emulation {
 
-/// The second operand where either is a NaN and where both are zeros.
+/// As the instruction does, it returns the second operand if either is NaN or both are zeros.
 RWORKER_INTRINSIC float max(float a, float b) { return a > b ? a : b; }
 
 /// Zero for a subnormal number: dot products of pairs know none.
@@ -56,7 +56,7 @@ RWORKER_INTRINSIC float widened(uint32_t pair, int part) {
     return flushed(float_of(part == 0 ? pair << 16 : pair & 0xffff0000u));
 }
 
-/// Halves upon halves, the upper one first, in the order in which GCC's header combines them.
+/// Combines the upper half with the lower half until one lane is left, in the order of GCC's header.
 template <class Combine>
 RWORKER_INTRINSIC float reduce(__m512 a, Combine combine) {
     Lanes<float> x(a);

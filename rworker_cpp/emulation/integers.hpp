@@ -51,7 +51,7 @@ RWORKER_INTRINSIC __m512i _mm512_rorv_epi32(__m512i a, __m512i n) {
     const emulation::u32x16 x = (emulation::u32x16)a, by = (emulation::u32x16)n & 31;
     return (__m512i)(x >> by | x << (-by & 31));
 }
-/// Of the one function of three that the kernels ask for, a | (b & c).
+/// Computes a | (b & c), the only function of three operands that the kernels use.
 RWORKER_INTRINSIC __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int) { return a | (b & c); }
 RWORKER_INTRINSIC __m512i _mm512_slli_epi64(__m512i a, unsigned n) { return (__m512i)((emulation::u64x8)a << n); }
 RWORKER_INTRINSIC __m512i _mm512_srli_epi64(__m512i a, unsigned n) { return (__m512i)((emulation::u64x8)a >> n); }

@@ -19,7 +19,7 @@ RWORKER_INTRINSIC __m512 _mm512_castpd_ps(__m512d a) { return (__m512)a; }
 
 namespace emulation {
 
-/// In each quarter: two lanes of `a` and two of `b`, from lane `first` on, taken in turns of `Lane`.
+/// Interleaves, in each quarter, the low or the high half of `a` with the same half of `b`, lane by lane.
 template <class Lane, class Vector>
 RWORKER_INTRINSIC Vector unpacked(Vector a, Vector b, bool high) {
     constexpr int quarter = 16 / sizeof(Lane), half = quarter / 2;
@@ -127,7 +127,7 @@ RWORKER_INTRINSIC int _mm512_reduce_add_epi32(__m512i a) {
     return int(sum);
 }
 
-/// The lowest bytes.
+/// Takes the lowest byte of each lane.
 RWORKER_INTRINSIC __m128i _mm512_cvtepi32_epi8(__m512i a) {
     const emulation::Lanes<uint32_t> x(a);
     emulation::Lanes<uint8_t, 16> low;

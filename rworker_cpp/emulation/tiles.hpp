@@ -107,7 +107,7 @@ RWORKER_INTRINSIC __m512 flush(__m512 x) {
     return (__m512)(bits & ((bits & 0x7f800000u) == 0 ? 0x80000000u : ~0u));
 }
 
-/// Sums of the even and of the odd products apart, each step rounded to nearest; both together to what was there.
+/// Sums even and odd products separately, rounding each step to nearest; then adds both sums to the old value.
 inline void dot_bfloat16(int to, int left, int right) {
     const Operands tiles(to, left, right);
     const int columns = tiles.sum.column_bytes / 4;

@@ -66,14 +66,17 @@ void Worker::attend_again(const Again& asked, const void* query, void* out, floa
     if (weights_[asked.layer]) pool_.run_here(absorption.after);
 }
 
-std::int64_t Worker::layer_bytes(std::int64_t sequence_id, std::int64_t layer) const {
+std::int64_t Worker::layer_bytes(std::int64_t sequence_id, std::int64_t layer, bool as_blocks) const {
     check_again("export_layer", sequence_id, layer);
-    return cache_.sequence(sequence_id).pending_length * cache_.token_bytes(layer);
+    const std::int64_t token_bytes = cache_.token_bytes(layer);
+    require(!as_blocks || cache_.layout(layer).block_bytes == cache_.block_size() * token_bytes,
+            "export_layer: blocks of layer " + std::to_string(layer) + " are larger than their tokens");
+    return cache_.sequence(sequence_id).pending_length * token_bytes;
 }
 
-void Worker::export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const {
+void Worker::export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const {
     check_again("export_layer", sequence_id, layer);
-    cache_.export_layer(sequence_id, layer, out);
+    cache_.export_layer(sequence_id, layer, as_blocks, out);
 }
 
 }  // namespace rworker

@@ -32,7 +32,7 @@ struct RowBytes {
           values(layer.num_kv_heads * layer.stored_value_dim() * item_bytes(dtype)) {}
 };
 
-/// Tokens [start, end) of `rows`.
+/// Returns tokens [start, end) of `rows`.
 IncomingRows part_of(const IncomingRows& rows, const RowBytes& bytes, std::int64_t start, std::int64_t end) {
     const std::int64_t before = start - rows.start;
     return {byte_at(rows.keys, before * bytes.keys), byte_at(rows.values, before * bytes.values), start, end - start,
@@ -186,7 +186,7 @@ void KVCache::check_read(std::int64_t job_id, std::int64_t layer, std::int64_t s
     incoming(job_id).check_read(layer, start, num_rows);
 }
 
-/// Rows of which one slice is stored at a time.
+/// Number of rows of a slice, which is stored or read at once. Controls wait for one slice at most.
 std::int64_t KVCache::slice_rows(std::int64_t layer, DType dtype) const {
     const RowBytes bytes(layers_[layer], dtype);
     return std::max<std::int64_t>(kSliceBytes / (bytes.keys + bytes.values), kTileTokens);
@@ -234,7 +234,7 @@ void KVCache::store(std::int64_t job_id, std::int64_t layer, const IncomingRows&
     }
 }
 
-/// Whole tiles together with their neighbours; incomplete tiles at both ends one by one.
+/// Stores neighbouring whole tiles in one call, and incomplete tiles at both ends one by one.
 void KVCache::store_slice(Incoming& job, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append) const {
     const RowBytes bytes(layers_[layer], rows.dtype);
     std::int64_t run = rows.start;  // the first of the rows that are not written yet

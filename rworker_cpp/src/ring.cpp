@@ -22,7 +22,7 @@ using SteadyClock = std::chrono::steady_clock;
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "processes share these");
 
 #ifdef RWORKER_PORTABLE
-/// Looks again after this time, since the processes share no futex here.
+/// How long the reader sleeps before it looks for a word again, since the processes share no futex here.
 constexpr std::chrono::microseconds kNap{50};
 
 void wake(std::atomic<std::uint32_t>&) {}

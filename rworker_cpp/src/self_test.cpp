@@ -65,7 +65,7 @@ class Subject {
     Subject(const Kernels& kernels, const Case& of, DType dtype)
         : kernels_(kernels), case_(of), cache_({of.layer}, dtype, kBlockSize, of.length / kBlockSize + 1) {}
 
-    /// Cut within tiles and at their ends.
+    /// Stores the tokens in pieces that end within tiles and at the ends of tiles.
     void append(const Rows& rows) {
         cache_.begin_step({}, std::vector<Span>{{kSequence, 0, case_.length, SpanMode::attend}});
         for (std::int64_t begin = 0; begin < case_.length;) {

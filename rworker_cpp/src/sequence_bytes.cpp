@@ -68,7 +68,7 @@ void KVCache::read_tokens(std::int64_t sequence_id, std::int64_t layer, float* k
     });
 }
 
-/// Rows [start, end) of `rows`.
+/// Reads rows [start, end) of `rows`.
 void KVCache::read_slice(const Incoming& job, std::int64_t layer, const OutgoingRows& rows, std::int64_t start,
                          std::int64_t end) const {
     const TokenCodec codec(dtype_, layers_[layer]);
@@ -127,13 +127,19 @@ std::int64_t KVCache::state_bytes(std::int64_t sequence_id, std::int64_t num_tok
     return states_.num_bytes() + (sequence(sequence_id).state_base ? std::int64_t(sizeof(std::int64_t)) : 0);
 }
 
-void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const {
+void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const {
     const Sequence& sequence = whole_sequence(sequence_id);
     const TokenCodec codec(dtype_, layers_[layer]);
     const std::int64_t keys = layers_[layer].num_kv_heads * codec.key_bytes();
-    for_each_token(sequence, layer, 0, sequence.pending_length,
+    const std::int64_t num_full = as_blocks ? sequence.pending_length / block_size_ : 0, start = num_full * block_size_;
+    for (std::int64_t i = 0; i < num_full; ++i) {
+        const std::span<const std::uint8_t> block = layer_bytes(layer, sequence.blocks[i]);
+        std::memcpy(out, block.data(), block.size());
+        out += block.size();
+    }
+    for_each_token(sequence, layer, start, sequence.pending_length,
                    [&](std::int64_t position, std::int64_t head, const TokenPlace& place) {
-                       std::uint8_t* const token = out + position * codec.token_bytes();
+                       std::uint8_t* const token = out + (position - start) * codec.token_bytes();
                        codec.read_key(place, token + head * codec.key_bytes());
                        codec.read_value(place, token + keys + head * codec.value_bytes());
                    });

@@ -119,7 +119,7 @@ void StateJob::keep(const StateChannels& part, const void* payload, std::int64_t
                    int(cache_.states().row_floats())});
 }
 
-/// Rows that advance the state for good: those that it lacked, and arriving ones unless they may be undone.
+/// Writes to the window the rows that the state lacked, and the arriving rows unless they may be undone.
 void StateJob::keep(const StateChannels& part, const Rows& rows) const {
     if (rows.num_kept) keep(part, kept_of(rows), rows.num_kept, rows.position - rows.num_kept);
     if (!rows.coming) keep(part, payload_of(rows), rows.count, rows.position);
@@ -174,7 +174,7 @@ void StateJob::advance_silently(StateArgs args) const {
     kernels_.advance(args);
 }
 
-/// The rows that the state lacked, and the arriving ones, are few tokens of one matrix.
+/// Returns whether one call applies the rows that the state lacked and the arriving rows, since they are few.
 bool StateJob::goes_together(const Rows& rows) const {
     const bool matrix = spec_->kind == StateKind::delta || spec_->kind == StateKind::scan;
     return matrix && (rows.num_kept || rows.coming) && rows.num_kept + rows.count <= kStateBatch;
@@ -229,7 +229,7 @@ void StateJob::run_head(std::int64_t number, std::int64_t next, int thread) {
     keep({spec_->first_key() + group * key_dim, int(key_dim), hand.here.key.data()}, rows);
 }
 
-/// Several rows of a head.
+/// Advances a head's state by several rows.
 void StateJob::run_rows(std::int64_t number, Hand& hand) const {
     thread_local Aside aside;
     const Rows& rows = rows_[number / spec_->heads];

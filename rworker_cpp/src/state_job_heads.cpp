@@ -86,7 +86,7 @@ void StateJob::look_ahead(std::int64_t number, Hand& hand) const {
     add_all(head.pieces);
 }
 
-/// What the previous row left, and where this one leaves the same.
+/// Sets the key and matrix input that the previous row left, and where this row leaves its own.
 void StateJob::add_pending(const Rows& rows, std::int64_t head, StateArgs& args) const {
     const std::int64_t group = head / spec_->heads_per_group(), place = cache_.states().pending_offset(layer());
     const std::int64_t key16 = round_up16(spec_->key_dim), value16 = round_up16(spec_->value_dim);
@@ -100,7 +100,7 @@ void StateJob::add_pending(const Rows& rows, std::int64_t head, StateArgs& args)
     if (head % spec_->heads_per_group() == 0) args.coming_key = reinterpret_cast<float*>(rows.coming + key);
 }
 
-/// For a single row; its inputs use the other buffer than those of the previous head.
+/// Returns the arguments for a single row. Its inputs use another buffer than the previous head's.
 StateArgs StateJob::lone_args(std::int64_t number, const Head& at, Hand& hand) const {
     const Rows& rows = rows_[number / spec_->heads];
     const std::int64_t head = number % spec_->heads;

@@ -183,7 +183,7 @@ void WeighJob::score(const Item& item, int thread) {
     if (spec.picked_by >= 0) hide_unpicked(item, thread);
 }
 
-/// For picked single tokens: weights in the order of the picks; then each moves to its token's place.
+/// Scores picked single tokens in the order of the picks; then moves each score to the position of its token.
 void WeighJob::score_picked(const Item& item, int thread) {
     const LayerSpec& spec = spec_of(item.layer);
     const DType dtype = worker_.cache_.dtype();
@@ -235,7 +235,7 @@ void WeighJob::score_split(const Item& item, const HeadView& view, std::int64_t 
     });
 }
 
-/// For picked blocks, read in place: tokens of other blocks count as zero.
+/// Sets the scores of tokens outside the picked blocks to -inf, since all tokens were scored in place.
 void WeighJob::hide_unpicked(const Item& item, int thread) {
     const std::size_t index = std::ranges::find(query_.layers, spec_of(item.layer).picked_by) - query_.layers.begin();
     const Index& picker = *spec_of(index).index();

@@ -61,20 +61,63 @@ Rotation<T> rotation_job(const py::array_t<T, 0>& x, const Rows<T>& cos, const R
             std::size_t(x.strides(0) / size)};
 }
 
-template <typename T, typename Norm, typename Rotate>
-void bind(py::module_& module, Norm norm, Rotate rotate) {
+/// Call `kernel(job, row)` for each row. Few elements are computed by this thread alone, faster than others would start.
+template <typename Job, typename Kernel>
+void run_rows(const Job& job, Kernel kernel, std::size_t elements, unsigned threads) {
+    constexpr std::size_t few = 1 << 13;
+    const auto run = [&](std::size_t row) { kernel(job, row); };
+    if (elements < few) return parallel_for(job.rows, 1, run);
+    py::gil_scoped_release free;
+    parallel_for(job.rows, threads, run);
+}
+
+template <typename T>
+WeightedSum<T> sum_job(const Rows<T>& parts, const py::array_t<std::int64_t, py::array::c_style>& places,
+                       const Rows<T>& weights, Rows<T>& out) {
+    check(parts.ndim() == 2 && is_matrix(out, out.shape(0), std::size_t(parts.shape(1))), "out must be [rows, dim]");
+    check(places.ndim() == 2 && places.shape(0) == out.shape(0) && places.shape(1) > 0 && same_shape(places, weights),
+          "places and weights must be [rows, terms]");
+    for (py::ssize_t i = 0; i < places.size(); ++i)
+        check(places.data()[i] >= 0 && places.data()[i] < parts.shape(0), "places must be rows of parts");
+    return {parts.data(),
+            places.data(),
+            weights.data(),
+            out.mutable_data(),
+            std::size_t(out.shape(0)),
+            std::size_t(places.shape(1)),
+            std::size_t(parts.shape(1))};
+}
+
+template <typename T, typename Norm, typename Rotate, typename Sum>
+void bind(py::module_& module, Norm norm, Rotate rotate, Sum sum) {
+    const auto threads = py::arg("threads") = 1;
+    const auto isa = py::arg("isa") = "auto";
     module.def(
         "rms_norm",
-        [norm](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out,
-               const std::string& isa) { (kernels_of(isa).*norm)(norm_job<T>(x, weight, eps, round_first, out)); },
+        [norm](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out, unsigned number,
+               const std::string& name) {
+            run_rows(norm_job<T>(x, weight, eps, round_first, out), kernels_of(name).*norm, std::size_t(x.size()),
+                     number);
+        },
         py::arg("x").noconvert(), py::arg("weight").noconvert(), py::arg("eps"), py::arg("round_first"),
-        py::arg("out").noconvert(), py::arg("isa") = "auto");
+        py::arg("out").noconvert(), threads, isa);
     module.def(
         "rotate",
-        [rotate](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out,
-                 const std::string& isa) { (kernels_of(isa).*rotate)(rotation_job<T>(x, cos, sin, out)); },
+        [rotate](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out, unsigned number,
+                 const std::string& name) {
+            run_rows(rotation_job<T>(x, cos, sin, out), kernels_of(name).*rotate, std::size_t(x.size()), number);
+        },
         py::arg("x").noconvert(), py::arg("cos").noconvert(), py::arg("sin").noconvert(), py::arg("out").noconvert(),
-        py::arg("isa") = "auto");
+        threads, isa);
+    module.def(
+        "sum_weighted",
+        [sum](const Rows<T>& parts, const py::array_t<std::int64_t, py::array::c_style>& places,
+              const Rows<T>& weights, Rows<T>& out, unsigned number, const std::string& name) {
+            run_rows(sum_job<T>(parts, places, weights, out), kernels_of(name).*sum, std::size_t(parts.size()),
+                     number);
+        },
+        py::arg("parts").noconvert(), py::arg("places").noconvert(), py::arg("weights").noconvert(),
+        py::arg("out").noconvert(), threads, isa);
 }
 
 void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<float>& out, unsigned threads,
@@ -102,8 +145,8 @@ PYBIND11_MODULE(_sworker, module) {
         for (const RowKernels* kernels : supported_kernels()) names.emplace_back(kernels->isa);
         return names;
     });
-    bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32);
-    bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16);
+    bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32, &RowKernels::sum_float32);
+    bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16, &RowKernels::sum_bfloat16);
     module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
                py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);

@@ -1,9 +1,11 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -142,8 +144,85 @@ Codes unpack(const IntegerWeights& weights) {
     return codes;
 }
 
+using Ends = py::array_t<std::int64_t, py::array::c_style>;
+using Shared = std::shared_ptr<IntegerWeights>;
+
+/// The weights of a mixture's experts, all of one shape and block.
+class Experts {
+public:
+    explicit Experts(std::vector<Shared> experts) : experts_(std::move(experts)) {
+        check(!experts_.empty(), "experts must not be empty");
+        for (const Shared& each : experts_)
+            check(each->columns() == any().columns() && each->width() == any().width() && each->block() == any().block(),
+                  "all experts must have one shape and one block");
+    }
+
+    const IntegerWeights& any() const { return *experts_.front(); }
+    const std::vector<Shared>& all() const { return experts_; }
+
+    /// The groups of `rows` rows, those of expert e up to `ends[e]`; experts without rows have none.
+    std::vector<RowGroup> groups_of(const Ends& ends, py::ssize_t rows) const {
+        check(ends.ndim() == 1 && std::size_t(ends.shape(0)) == experts_.size(), "ends must be [experts]");
+        std::vector<RowGroup> groups;
+        std::int64_t begin = 0;
+        for (std::size_t expert = 0; expert < experts_.size(); ++expert) {
+            const std::int64_t end = ends.data()[expert];
+            check(end >= begin, "ends must not fall");
+            if (end > begin) groups.push_back({experts_[expert].get(), std::size_t(begin), std::size_t(end)});
+            begin = end;
+        }
+        check(begin == rows, "the last of ends must be the number of rows");
+        return groups;
+    }
+
+private:
+    std::vector<Shared> experts_;
+};
+
 template <typename T>
-void bind_rows(py::module_& module, py::class_<IntegerWeights>& weights) {
+void multiply_experts(const Experts& experts, const Rows<T>& x, const Ends& ends, Rows<T>& out,
+                      const std::string& activation, const std::string& isa, unsigned threads) {
+    const auto source = source_of<T>(x, experts.any().width(), experts.any().block(), activation_of(activation));
+    check(is_matrix(out, x.shape(0), experts.any().columns()), "out must be [rows, columns]");
+    const std::vector<RowGroup> groups = experts.groups_of(ends, x.shape(0));
+    const Runner runner = runner_of(isa, threads);
+    T* place = out.mutable_data();
+    py::gil_scoped_release free;
+    GroupedProduct(groups).multiply(source, place, runner);
+}
+
+template <typename T>
+void add_up_experts(const Experts& experts, const Rows<T>& x, const Ends& ends, const Numbers& peaks, Sums& sums,
+                    const std::string& activation, const std::string& isa, unsigned threads) {
+    const auto source = source_of<T>(x, experts.any().width(), experts.any().block(), activation_of(activation));
+    check(peaks.ndim() == 1 && peaks.shape(0) == x.shape(0), "peaks must be [rows]");
+    check(is_matrix(sums, x.shape(0), experts.any().columns()), "sums must be [rows, columns]");
+    const std::vector<RowGroup> groups = experts.groups_of(ends, x.shape(0));
+    const Runner runner = runner_of(isa, threads);
+    const float* own_peaks = peaks.data();
+    std::int32_t* place = sums.mutable_data();
+    py::gil_scoped_release free;
+    GroupedProduct(groups).add_up(source, own_peaks, place, runner);
+}
+
+template <typename T>
+void scale_experts(const Experts& experts, const Sums& sums, const Ends& ends, const Numbers& peaks, Rows<T>& out,
+                   const std::string& isa, unsigned threads) {
+    const std::size_t columns = experts.any().columns();
+    check(peaks.ndim() == 1 && is_matrix(sums, peaks.shape(0), columns), "sums must be [rows, columns]");
+    check(is_matrix(out, peaks.shape(0), columns), "out must be [rows, columns]");
+    const std::vector<RowGroup> groups = experts.groups_of(ends, peaks.shape(0));
+    GroupedProduct(groups).scale(sums.data(), peaks.data(), out.mutable_data(), runner_of(isa, threads));
+}
+
+template <typename T>
+void find_experts_peaks(const Experts& experts, const Rows<T>& x, Numbers& peaks, const std::string& activation,
+                        const std::string& isa, unsigned threads) {
+    find_peaks<T>(experts.any(), x, peaks, activation, isa, threads);
+}
+
+template <typename T>
+void bind_rows(py::module_& module, py::class_<IntegerWeights, Shared>& weights, py::class_<Experts>& experts) {
     const auto x = py::arg("x").noconvert(), out = py::arg("out").noconvert(), peaks = py::arg("peaks").noconvert();
     const auto activation = py::arg("activation"), isa = py::arg("isa"), threads = py::arg("threads");
     const auto sums = py::arg("sums").noconvert();
@@ -151,6 +230,11 @@ void bind_rows(py::module_& module, py::class_<IntegerWeights>& weights) {
     weights.def("find_peaks", find_peaks<T>, x, peaks, activation, isa, threads);
     weights.def("add_up", add_up<T>, x, peaks, sums, activation, isa, threads);
     weights.def("scale", scale<T>, sums, peaks, out, isa, threads);
+    const auto ends = py::arg("ends").noconvert();
+    experts.def("multiply", multiply_experts<T>, x, ends, out, activation, isa, threads);
+    experts.def("find_peaks", find_experts_peaks<T>, x, peaks, activation, isa, threads);
+    experts.def("add_up", add_up_experts<T>, x, ends, peaks, sums, activation, isa, threads);
+    experts.def("scale", scale_experts<T>, sums, ends, peaks, out, isa, threads);
     module.def("quantize", quantize<T>, x, py::arg("block"), py::arg("codes").noconvert(),
                py::arg("scales").noconvert(), isa, threads);
 }
@@ -158,13 +242,16 @@ void bind_rows(py::module_& module, py::class_<IntegerWeights>& weights) {
 }  // namespace
 
 void bind_integers(py::module_& module) {
-    py::class_<IntegerWeights> weights(module, "IntegerWeights");
+    py::class_<IntegerWeights, Shared> weights(module, "IntegerWeights");
+    py::class_<Experts> experts(module, "IntegerExperts");
+    experts.def(py::init<std::vector<Shared>>(), py::arg("experts"));
+    experts.def_property_readonly("experts", &Experts::all);
     weights.def(py::init(&make_weights), py::arg("codes").noconvert(), py::arg("scales").noconvert(), py::arg("bias"),
                 py::arg("block"), py::arg("threads"));
     weights.def("unpack", unpack);
     weights.def_property_readonly("num_bytes", &IntegerWeights::num_bytes);
-    bind_rows<float>(module, weights);
-    bind_rows<BFloat16>(module, weights);
+    bind_rows<float>(module, weights, experts);
+    bind_rows<BFloat16>(module, weights, experts);
     module.def("integer_isas", [] {
         std::vector<std::string> names;
         for (const IntegerKernels* kernels : supported_integer_kernels()) names.emplace_back(kernels->isa);

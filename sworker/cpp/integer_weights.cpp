@@ -7,14 +7,6 @@
 
 namespace sworker {
 
-/// Rows are multiplied in blocks of nearly equal size: 16 rows are two blocks of 8, not of 12 and 4.
-struct RowBlocks {
-    std::size_t rows;
-    std::size_t count = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    std::size_t begin(std::size_t index) const { return index * rows / count; }
-    std::size_t size(std::size_t index) const { return begin(index + 1) - begin(index); }
-};
-
 namespace {
 
 float* scratch_of(std::size_t width) {
@@ -40,30 +32,6 @@ void scale_block(const IntegerKernels& kernels, const Scaling<BFloat16>& job) {
     kernels.scale_bfloat16(job);
 }
 
-/// Codes of all rows, block by block. `peaks` are read if they are given, else written.
-template <typename T>
-const char* quantize_blocks(const SourceRows<T>& source, std::size_t rows, const float* peaks, float* own_peaks,
-                            const Runner& runner) {
-    thread_local Lines<char> memory;
-    const IntegerKernels& kernels = *runner.kernels;
-    const std::size_t row_bytes = (source.width + QUAD - 1) / QUAD * QUAD * kernels.code_bytes;
-    if (memory.size() < rows * row_bytes) memory.resize(rows * row_bytes);
-    char* codes = memory.data();
-    const RowBlocks blocks{rows};
-    parallel_for(rows, runner.threads, [&](std::size_t row) {
-        std::size_t index = row * blocks.count / rows;
-        while (blocks.begin(index) > row) --index;
-        while (blocks.begin(index + 1) <= row) ++index;
-        const std::size_t begin = blocks.begin(index);
-        float* y = scratch_of(source.width);
-        const float own = rotate(kernels, source, row, y);
-        if (own_peaks) own_peaks[row] = own;
-        char* place = codes + begin * row_bytes + (row - begin) * QUAD * kernels.code_bytes;
-        kernels.quantize(y, source.width, peaks ? peaks[row] : own, {place, blocks.size(index) * QUAD});
-    });
-    return codes;
-}
-
 }  // namespace
 
 IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, std::size_t width, std::size_t block,
@@ -84,13 +52,16 @@ IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, st
 
 void IntegerWeights::pack_panel(std::size_t index, const std::int8_t* codes) {
     std::int8_t* packed = codes_.data() + index * quads() * QUAD * PANEL;
-    for (std::size_t lane = 0; lane < PANEL && index * PANEL + lane < columns_; ++lane) {
-        const std::int8_t* own = codes + (index * PANEL + lane) * width_;
+    const std::int8_t* first = codes + index * PANEL * width_;
+    const std::size_t lanes = std::min(PANEL, columns_ - index * PANEL), whole = width_ / QUAD * QUAD;
+    for (std::size_t i = 0; i < whole; i += QUAD)
+        for (std::size_t lane = 0; lane < lanes; ++lane)
+            std::memcpy(packed + (i * PANEL) + lane * QUAD, first + lane * width_ + i, QUAD);
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+        const std::int8_t* own = first + lane * width_;
+        for (std::size_t i = whole; i < width_; ++i) packed[whole * PANEL + lane * QUAD + i - whole] = own[i];
         std::int32_t sum = 0;
-        for (std::size_t i = 0; i < width_; ++i) {
-            packed[(i / QUAD * PANEL + lane) * QUAD + i % QUAD] = own[i];
-            sum += own[i];
-        }
+        for (std::size_t i = 0; i < width_; ++i) sum += own[i];
         starts_[index * PANEL + lane] = -128 * sum;
     }
 }
@@ -106,37 +77,10 @@ std::size_t IntegerWeights::num_bytes() const {
     return codes_.size() + 4 * (starts_.size() + scales_.size() + bias_.size());
 }
 
-/// `done(row, rows, panel, sums)`: handles the sums of a block of rows and a panel.
-template <typename Done>
-void IntegerWeights::multiply_panels(const char* codes, std::size_t rows, const Runner& runner,
-                                     const Done& done) const {
-    const RowBlocks blocks{rows};
-    const std::size_t row_bytes = quads() * QUAD * runner.kernels->code_bytes;
-    parallel_for(panels(), runner.threads, [&](std::size_t index) {
-        alignas(64) std::int32_t sums[MOST_ROWS * PANEL];
-        for (std::size_t block = 0; block < blocks.count; ++block) {
-            const std::size_t begin = blocks.begin(block), size = blocks.size(block);
-            runner.kernels->multiply(
-                {codes + begin * row_bytes, size, quads(), panel(index), starts_.data() + index * PANEL, sums});
-            done(begin, size, index, sums);
-        }
-    });
-}
-
 template <typename T>
 void IntegerWeights::multiply(const SourceRows<T>& source, std::size_t rows, T* out, const Runner& runner) const {
-    thread_local Lines<float> row_scales;
-    if (row_scales.size() < rows) row_scales.resize(rows);
-    float* scales = row_scales.data();
-    const char* codes = quantize_blocks(source, rows, nullptr, scales, runner);
-    for (std::size_t row = 0; row < rows; ++row) scales[row] = scale_of(scales[row]);
-    multiply_panels(codes, rows, runner, [&](std::size_t row, std::size_t count, std::size_t index, auto* sums) {
-        const std::size_t first = index * PANEL;
-        scale_block(*runner.kernels,
-                    Scaling<T>{sums, scales_.data() + first, bias_.empty() ? nullptr : bias_.data() + first,
-                               scales + row, out + row * columns_ + first, count, std::min(PANEL, columns_ - first),
-                               PANEL, columns_});
-    });
+    const RowGroup all{this, 0, rows};
+    GroupedProduct({&all, 1}).multiply(source, out, runner);
 }
 
 template <typename T>
@@ -150,22 +94,116 @@ void IntegerWeights::find_peaks(const SourceRows<T>& source, std::size_t rows, f
 template <typename T>
 void IntegerWeights::add_up(const SourceRows<T>& source, std::size_t rows, const float* peaks, std::int32_t* sums,
                             const Runner& runner) const {
-    const char* codes = quantize_blocks(source, rows, peaks, nullptr, runner);
-    multiply_panels(codes, rows, runner, [&](std::size_t row, std::size_t count, std::size_t index, auto* found) {
-        const std::size_t first = index * PANEL, columns = std::min(PANEL, columns_ - first);
-        for (std::size_t i = 0; i < count; ++i)
-            std::memcpy(sums + (row + i) * columns_ + first, found + i * PANEL, columns * sizeof(std::int32_t));
-    });
+    const RowGroup all{this, 0, rows};
+    GroupedProduct({&all, 1}).add_up(source, peaks, sums, runner);
 }
 
 template <typename T>
 void IntegerWeights::scale(const std::int32_t* sums, std::size_t rows, const float* peaks, T* out,
                            const Runner& runner) const {
-    parallel_for(rows, runner.threads, [&](std::size_t row) {
-        const float row_scale = scale_of(peaks[row]);
+    const RowGroup all{this, 0, rows};
+    GroupedProduct({&all, 1}).scale(sums, peaks, out, runner);
+}
+
+/// Blocks of a group have nearly equal size: 16 rows are two blocks of 8, not of 12 and 4.
+GroupedProduct::GroupedProduct(std::span<const RowGroup> groups) : groups_(groups) {
+    for (const RowGroup& group : groups) {
+        first_blocks_.push_back(blocks_.size());
+        const std::size_t rows = group.end - group.begin, count = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::size_t begin = i * rows / count;
+            blocks_.push_back({group.begin + begin, (i + 1) * rows / count - begin});
+        }
+    }
+    first_blocks_.push_back(blocks_.size());
+}
+
+/// Codes of all rows, block by block. `peaks` are read if they are given, else written to `own_peaks`.
+template <typename T>
+const char* GroupedProduct::quantize(const SourceRows<T>& source, const float* peaks, float* own_peaks,
+                                     const Runner& runner) const {
+    thread_local Lines<char> memory;
+    const IntegerKernels& kernels = *runner.kernels;
+    const std::size_t row_bytes = any().quads() * QUAD * kernels.code_bytes;
+    if (memory.size() < rows() * row_bytes) memory.resize(rows() * row_bytes);
+    char* codes = memory.data();
+    constexpr std::size_t few = 1 << 13;  // elements that this thread quantizes before others would have started
+    const unsigned threads = rows() * source.width < few ? 1 : runner.threads;
+    parallel_for(rows(), threads, [&](std::size_t row) {
+        const auto is_before = [](std::size_t each, const Block& block) { return each < block.begin; };
+        const Block& block = *(std::upper_bound(blocks_.begin(), blocks_.end(), row, is_before) - 1);
+        float* y = scratch_of(source.width);
+        const float own = rotate(kernels, source, row, y);
+        if (own_peaks) own_peaks[row] = own;
+        char* place = codes + block.begin * row_bytes + (row - block.begin) * QUAD * kernels.code_bytes;
+        kernels.quantize(y, source.width, peaks ? peaks[row] : own, {place, block.size * QUAD});
+    });
+    return codes;
+}
+
+/// `done(group, block, panel, sums)`: handles the sums of a block of rows and a panel of its group's weights.
+template <typename Done>
+void GroupedProduct::multiply_panels(const char* codes, const Runner& runner, const Done& done) const {
+    const std::size_t panels = any().panels(), quads = any().quads();
+    const std::size_t row_bytes = quads * QUAD * runner.kernels->code_bytes;
+    parallel_for(groups_.size() * panels, runner.threads, [&](std::size_t task) {
+        const std::size_t group = task / panels, panel = task % panels;
+        const IntegerWeights& weights = *groups_[group].weights;
+        alignas(64) std::int32_t sums[MOST_ROWS * PANEL];
+        for (std::size_t index = first_blocks_[group]; index < first_blocks_[group + 1]; ++index) {
+            const Block& block = blocks_[index];
+            runner.kernels->multiply({codes + block.begin * row_bytes, block.size, quads, weights.panel(panel),
+                                      weights.starts_.data() + panel * PANEL, sums});
+            done(weights, block, panel, sums);
+        }
+    });
+}
+
+template <typename T>
+void GroupedProduct::multiply(const SourceRows<T>& source, T* out, const Runner& runner) const {
+    if (!rows()) return;
+    thread_local Lines<float> row_scales;
+    if (row_scales.size() < rows()) row_scales.resize(rows());
+    float* scales = row_scales.data();
+    const char* codes = quantize(source, nullptr, scales, runner);
+    for (std::size_t row = 0; row < rows(); ++row) scales[row] = scale_of(scales[row]);
+    const std::size_t all = any().columns_;
+    multiply_panels(codes, runner, [&](const IntegerWeights& own, const Block& block, std::size_t panel, auto* sums) {
+        const std::size_t first = panel * PANEL;
         scale_block(*runner.kernels,
-                    Scaling<T>{sums + row * columns_, scales_.data(), bias_.empty() ? nullptr : bias_.data(),
-                               &row_scale, out + row * columns_, 1, columns_, columns_, columns_});
+                    Scaling<T>{sums, own.scales_.data() + first, own.bias_.empty() ? nullptr : own.bias_.data() + first,
+                               scales + block.begin, out + block.begin * all + first, block.size,
+                               std::min(PANEL, all - first), PANEL, all});
+    });
+}
+
+template <typename T>
+void GroupedProduct::add_up(const SourceRows<T>& source, const float* peaks, std::int32_t* sums,
+                            const Runner& runner) const {
+    if (!rows()) return;
+    const char* codes = quantize(source, peaks, nullptr, runner);
+    const std::size_t all = any().columns_;
+    multiply_panels(codes, runner, [&](const IntegerWeights&, const Block& block, std::size_t panel, auto* found) {
+        const std::size_t first = panel * PANEL, columns = std::min(PANEL, all - first);
+        for (std::size_t i = 0; i < block.size; ++i)
+            std::memcpy(sums + (block.begin + i) * all + first, found + i * PANEL, columns * sizeof(std::int32_t));
+    });
+}
+
+template <typename T>
+void GroupedProduct::scale(const std::int32_t* sums, const float* peaks, T* out, const Runner& runner) const {
+    parallel_for(blocks_.size(), runner.threads, [&](std::size_t index) {
+        const Block& block = blocks_[index];
+        const auto is_before = [](std::size_t each, const RowGroup& group) { return each < group.end; };
+        const IntegerWeights& own =
+            *std::upper_bound(groups_.begin(), groups_.end(), block.begin, is_before)->weights;
+        const std::size_t all = own.columns_;
+        float row_scales[MOST_ROWS];
+        for (std::size_t i = 0; i < block.size; ++i) row_scales[i] = scale_of(peaks[block.begin + i]);
+        scale_block(*runner.kernels,
+                    Scaling<T>{sums + block.begin * all, own.scales_.data(),
+                               own.bias_.empty() ? nullptr : own.bias_.data(), row_scales, out + block.begin * all,
+                               block.size, all, all, all});
     });
 }
 
@@ -186,6 +224,9 @@ void quantize_rows(const SourceRows<T>& source, std::size_t rows, std::int8_t* c
     template void IntegerWeights::add_up(const SourceRows<T>&, std::size_t, const float*, std::int32_t*,            \
                                          const Runner&) const;                                                      \
     template void IntegerWeights::scale(const std::int32_t*, std::size_t, const float*, T*, const Runner&) const;   \
+    template void GroupedProduct::multiply(const SourceRows<T>&, T*, const Runner&) const;                          \
+    template void GroupedProduct::add_up(const SourceRows<T>&, const float*, std::int32_t*, const Runner&) const;   \
+    template void GroupedProduct::scale(const std::int32_t*, const float*, T*, const Runner&) const;                \
     template void quantize_rows(const SourceRows<T>&, std::size_t, std::int8_t*, float*, const Runner&);
 SWORKER_INSTANTIATE(float)
 SWORKER_INSTANTIATE(BFloat16)

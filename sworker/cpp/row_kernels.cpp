@@ -31,17 +31,15 @@ float mean_square(const T* x, std::size_t dim) {
 }
 
 template <typename T>
-void norm(const RmsNorm<T>& job) {
+void norm(const RmsNorm<T>& job, std::size_t row) {
     const float* __restrict__ weight = job.weight;
-    for (std::size_t row = 0; row < job.rows; ++row) {
-        const T* __restrict__ x = job.x + row * job.dim;
-        T* __restrict__ out = job.out + row * job.dim;
-        const float scale = 1.0f / __builtin_sqrtf(mean_square(x, job.dim) + job.eps);
-        if (job.round_first)
-            for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(round_to<T>(load(x[i]) * scale) * weight[i]);
-        else
-            for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) * scale * weight[i]);
-    }
+    const T* __restrict__ x = job.x + row * job.dim;
+    T* __restrict__ out = job.out + row * job.dim;
+    const float scale = 1.0f / __builtin_sqrtf(mean_square(x, job.dim) + job.eps);
+    if (job.round_first)
+        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(round_to<T>(load(x[i]) * scale) * weight[i]);
+    else
+        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) * scale * weight[i]);
 }
 
 template <typename T>
@@ -55,11 +53,35 @@ void rotate_head(const T* __restrict__ x, const T* __restrict__ cos, const T* __
 }
 
 template <typename T>
-void rotate(const Rotation<T>& job) {
-    for (std::size_t row = 0; row < job.rows; ++row)
-        for (std::size_t head = 0; head < job.heads; ++head)
-            rotate_head(job.x + row * job.row_stride + head * job.dim, job.cos + row * job.dim,
-                        job.sin + row * job.dim, job.out + (row * job.heads + head) * job.dim, job.dim / 2);
+void rotate(const Rotation<T>& job, std::size_t row) {
+    for (std::size_t head = 0; head < job.heads; ++head)
+        rotate_head(job.x + row * job.row_stride + head * job.dim, job.cos + row * job.dim, job.sin + row * job.dim,
+                    job.out + (row * job.heads + head) * job.dim, job.dim / 2);
+}
+
+/// Add `count` elements, at most SOME, of each part of a row, from element `first` on.
+constexpr std::size_t SOME = 64;
+
+template <typename T>
+void sum_some(const WeightedSum<T>& job, std::size_t row, std::size_t first, std::size_t count) {
+    float total[SOME];
+    for (std::size_t term = 0; term < job.terms; ++term) {
+        const T* __restrict__ part = job.parts + std::size_t(job.places[row * job.terms + term]) * job.dim + first;
+        const float weight = load(job.weights[row * job.terms + term]);
+        if (term == 0)
+            for (std::size_t i = 0; i < count; ++i) total[i] = round_to<T>(load(part[i]) * weight);
+        else
+            for (std::size_t i = 0; i < count; ++i) total[i] += round_to<T>(load(part[i]) * weight);
+    }
+    T* __restrict__ out = job.out + row * job.dim + first;
+    for (std::size_t i = 0; i < count; ++i) out[i] = as<T>(total[i]);
+}
+
+template <typename T>
+void sum(const WeightedSum<T>& job, std::size_t row) {
+    std::size_t first = 0;
+    for (; first + SOME <= job.dim; first += SOME) sum_some(job, row, first, SOME);
+    if (first < job.dim) sum_some(job, row, first, job.dim - first);
 }
 
 /// Sums of `COLUMNS` neighbouring columns, each in the order of a single column.
@@ -90,7 +112,13 @@ void multiply_row(const OrderedProduct& job, std::size_t row) {
 
 }  // namespace
 
-const RowKernels kernels{SWORKER_NAME(SWORKER_ISA), norm<float>,      norm<BFloat16>,
-                         rotate<float>,             rotate<BFloat16>, multiply_row};
+const RowKernels kernels{SWORKER_NAME(SWORKER_ISA),
+                         norm<float>,
+                         norm<BFloat16>,
+                         rotate<float>,
+                         rotate<BFloat16>,
+                         sum<float>,
+                         sum<BFloat16>,
+                         multiply_row};
 
 }  // namespace sworker::SWORKER_ISA

@@ -33,6 +33,17 @@ struct Rotation {
     std::size_t rows, heads, dim, row_stride;
 };
 
+/// out[row] = Σ parts[places[row, i]] · weights[row, i], in the order of i; out [rows, dim], parts [_, dim], places and
+/// weights [rows, terms]. Products are rounded to T, and float32 sums once at their end.
+template <typename T>
+struct WeightedSum {
+    const T* parts;
+    const std::int64_t* places;
+    const T* weights;
+    T* out;
+    std::size_t rows, terms, dim;
+};
+
 /// out = x · weightᵀ; x [rows, width], weight [columns, width], out [rows, columns]. Each sum has a fixed order of
 /// additions, whatever is computed beside it.
 struct OrderedProduct {
@@ -42,14 +53,15 @@ struct OrderedProduct {
     std::size_t rows, columns, width;
 };
 
-/// The same code compiled for one instruction set.
+/// The same code compiled for one instruction set; each function computes one row.
 struct RowKernels {
     const char* isa;
-    void (*norm_float32)(const RmsNorm<float>&);
-    void (*norm_bfloat16)(const RmsNorm<BFloat16>&);
-    void (*rotate_float32)(const Rotation<float>&);
-    void (*rotate_bfloat16)(const Rotation<BFloat16>&);
-    /// Row `row` of an ordered product.
+    void (*norm_float32)(const RmsNorm<float>&, std::size_t row);
+    void (*norm_bfloat16)(const RmsNorm<BFloat16>&, std::size_t row);
+    void (*rotate_float32)(const Rotation<float>&, std::size_t row);
+    void (*rotate_bfloat16)(const Rotation<BFloat16>&, std::size_t row);
+    void (*sum_float32)(const WeightedSum<float>&, std::size_t row);
+    void (*sum_bfloat16)(const WeightedSum<BFloat16>&, std::size_t row);
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
 };
 

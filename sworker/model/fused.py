@@ -103,7 +103,7 @@ class Rotary:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **options: Any
     ) -> Any:
         """Return q and k, [1, heads, T, dim], rotated by the angles of cos and sin, [1, T, dim]."""
-        if more or options or not are_rotated_whole(q, k, cos) or _is_large(q):
+        if more or options or not are_rotated_whole(q, k, cos):
             return self.own(q, k, cos, sin, *more, **options)
         angles = to_numpy(cos[0]), to_numpy(sin[0])
         return _rotated(q, *angles), _rotated(k, *angles)
@@ -114,20 +114,12 @@ def _rotated(heads: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
     if rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]:
         rows = rows.clone(memory_format=torch.contiguous_format)  # the kernel takes dense rows only
     out = torch.empty(rows.shape, dtype=rows.dtype)
-    _sworker.rotate(_array(rows), cos, sin, _array(out))
+    _sworker.rotate(_array(rows), cos, sin, _array(out), torch.get_num_threads())
     return out.transpose(0, 1)[None]
 
 
 def _array(rows: torch.Tensor) -> Any:
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
-
-
-def _is_large(x: torch.Tensor) -> bool:
-    """Return whether ``x`` is so large that torch on all its threads is faster than this module on one thread."""
-    # (elements, torch's threads): up to either number, one thread here is faster than torch on all threads
-    one_thread = 1 << 18, 4
-    elements, threads = one_thread
-    return x.numel() > elements and torch.get_num_threads() > threads
 
 
 def eps_of(norm: torch.nn.Module) -> float | None:
@@ -157,12 +149,12 @@ def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
     weight = (norm.weight.detach().float() + offset).numpy()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != dtype or _is_large(x):
+        if x.dtype != dtype:
             own: torch.Tensor = type(norm).forward(norm, x)
             return own
         rows = x.reshape(-1, len(weight)).contiguous()
         out = torch.empty(rows.shape, dtype=dtype)
-        _sworker.rms_norm(_array(rows), weight, eps, round_first, _array(out))
+        _sworker.rms_norm(_array(rows), weight, eps, round_first, _array(out), torch.get_num_threads())
         return out.view(x.shape)
 
     return forward

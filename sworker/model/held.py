@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastdecode.sworker.model.checkpoints import packed_files
-from fastdecode.sworker.model.packed_weight import FileMaps
+from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight, Sample
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -29,16 +29,16 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def weights_digest(model: torch.nn.Module) -> str:
     """Return a SHA-256 that identifies the checkpoint: of the name, shape and some numbers of every parameter."""
     digest = hashlib.sha256()
-    # How many numbers of each tensor are hashed; and the fewest bytes of weights for which read pages are given back,
-    # since listing the pages that this process has written takes 40 ms
-    digest_numbers, large = 64, 64 << 20
+    # The fewest bytes of weights for which read pages are given back, since listing the pages that this process has
+    # written takes 40 ms
+    large = 64 << 20
     maps = FileMaps(unwritten=True) if weight_bytes(model) >= large else None
     for name, parameter in tensors_of(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        numbers = parameter.detach().reshape(-1)
-        some = numbers[:: max(1, len(numbers) // digest_numbers)][:digest_numbers]
+        given = parameter.sample if isinstance(parameter, PackedWeight) else None
+        some = Sample(parameter.numel()).of(parameter) if given is None else given
         digest.update(some.float().cpu().numpy().tobytes())
-        if maps and parameter.device.type == "cpu":
+        if maps and parameter.device.type == "cpu" and given is None:
             maps.let_go(parameter)
     return digest.hexdigest()
 

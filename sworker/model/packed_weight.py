@@ -35,6 +35,8 @@ class PackedWeight(torch.nn.Parameter):
     """
 
     _unpack: Callable[[], torch.Tensor]
+    sample: torch.Tensor | None = None
+    """Some numbers of a weight that was never whole in memory; see ``Sample``."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, unpack: Callable[[], torch.Tensor]) -> PackedWeight:
@@ -68,6 +70,22 @@ class PackedWeight(torch.nn.Parameter):
                 return func(*args, **(kwargs or {}))
             logger.debug("%s unpacks a packed weight", getattr(func, "__name__", func))
             return func(*map(_unpacked, args), **{name: _unpacked(value) for name, value in (kwargs or {}).items()})
+
+
+class Sample:
+    """Takes some evenly spaced numbers of a weight that may come in parts. They identify a checkpoint."""
+
+    def __init__(self, size: int) -> None:
+        """``size``: the numbers in the whole weight."""
+        most = 64  # numbers of each weight that are taken
+        self._step, self._start, self._left = max(1, size // most), 0, most
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that are taken from the next ``part`` of the weight."""
+        numbers = part.detach().reshape(-1)
+        found = numbers[-self._start % self._step :: self._step][: self._left].clone()
+        self._start, self._left = self._start + len(numbers), self._left - len(found)
+        return found
 
 
 def _unpacked(value: Any) -> Any:

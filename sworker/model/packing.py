@@ -162,8 +162,9 @@ def arguments(
     if packing.how == "theirs":
         return packing, {"device_map": {"": device}}, None
     if packing.how == "plain":
-        quantized = config.quantization in ("int4", "int8") and device.type == "cuda"
-        return packing, torchao_arguments(config.quantization or "", skeleton(), device) if quantized else {}, None
+        if device.type == "cuda" and config.quantization in ("int4", "int8"):
+            return packing, torchao_arguments(config.quantization, skeleton(), device), None
+        return packing, _experts_arguments(config, hf_config, device), None
     packed = checkpoints.packed(config.model, config.revision, hf_config, dtype)
     if packed is None:
         raise ModelLoadError(f"cannot load {config.model!r}: weights in {packing.method} cannot be unpacked")
@@ -184,7 +185,15 @@ def arguments(
         "%s: %d weights in %s are unpacked to %s: %s",
         config.model, len(packed.layouts), packing.method, name, packing.why,
     )  # fmt: skip
-    return packing, {"state_dict": packed.weights()}, type(model)
+    return packing, {"state_dict": packed.weights()} | _experts_arguments(config, hf_config, device), type(model)
+
+
+def _experts_arguments(config: EngineConfig, hf_config: Any, device: torch.device) -> dict[str, Any]:
+    """Return arguments for ``from_pretrained`` that quantize experts while they are read, if int8 products use them."""
+    if config.quantization != "int8" or device.type != "cpu" or config.lora:  # adapters are merged into plain weights
+        return {}
+    found: dict[str, Any] = optional("integer products").loading_arguments(hf_config)
+    return found
 
 
 def skeleton(loads: Any, hf_config: Any, named: Mapping[str, Any]) -> torch.nn.Module:

@@ -65,18 +65,6 @@ def hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {what}")
 
 
-def rotate_by_heads(module: torch.nn.Module) -> None:
-    """On CPUs, let rotary embeddings rotate queries [T, heads, dim] by torch: vLLM's CPU kernel is wrong there."""
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-
-    def rotate(kernel: Any, native: Any, positions: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        return (kernel if query.ndim == 2 else native)(positions, query, *rest, **named)
-
-    for each in module.modules():
-        if isinstance(each, RotaryEmbedding) and each._forward_method == each.forward_cpu:
-            each._forward_method = partial(rotate, each.forward_cpu, each.forward_native)
-
-
 def _unknown_rule(layer: Any) -> str:
     """Return the feature of ``layer`` that our attention calls cannot express; "" if there is none."""
     if layer.kv_sharing_target_layer_name is not None:

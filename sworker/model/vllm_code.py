@@ -29,7 +29,8 @@ from fastdecode.sworker.model.loader import (
 )
 from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.support import probe_layout
-from fastdecode.sworker.model.vllm_attention import hand_over_attention, rotate_by_heads
+from fastdecode.sworker.model.vllm_attention import hand_over_attention
+from fastdecode.sworker.model.vllm_layers import norm_in_one_pass, rotate_by_heads
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
 
@@ -72,6 +73,7 @@ def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
             what = "has no code of vLLM's own, which would run transformers'"
             refuse(hf_config, what, "leaving --model-impl vllm out")
         rotate_by_heads(code.module)
+        norm_in_one_pass(code.module)
         hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
     layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)

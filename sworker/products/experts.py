@@ -6,7 +6,7 @@ The experts' module is not changed: transformers looks up the experts' function 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,23 +29,30 @@ PARTS = ("gate_up_proj", "down_proj")
 
 
 def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
-    """Quantize the experts of every module that holds experts in a known form, one expert at a time."""
+    """Quantize the experts of every module with known weights, one expert after another.
+
+    Experts that were quantized as they were loaded keep their codes (`loading.py`).
+    """
     maps, count = FileMaps(), 0
-    for module in _known_experts(model):
-        module.__dict__[EXPERTS] = {}
-        for part in PARTS:
+    for module in model.modules():
+        if not has_known_form(module):
+            continue
+        done = module.__dict__.setdefault(EXPERTS, {})
+        for part in (each for each in PARTS if each not in done):
             weight = getattr(module, part)
             block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
             codes = [quantized(each.T if module.is_transposed else each, block) for each in weight.data]
-            module.__dict__[EXPERTS][part] = codes
-            setattr(module, part, PackedWeight.of(weight, _unpacker(codes, weight.dtype, module.is_transposed)))
+            done[part] = codes
+            setattr(module, part, PackedWeight.of(weight, unpacker(codes, weight.dtype, bool(module.is_transposed))))
             maps.let_go(weight)
             del weight
         count += 1
     logger.info("experts of %d layers in int8", count)
 
 
-def _unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> Callable[[], torch.Tensor]:
+def unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> Callable[[], torch.Tensor]:
+    """Return a function that returns the weight of all experts, as ``codes`` represent it."""
+
     def unpack() -> torch.Tensor:
         whole = torch.stack([each.weight(dtype) for each in codes])
         return whole.mT.contiguous() if is_transposed else whole
@@ -53,15 +60,14 @@ def _unpacker(codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
     return unpack
 
 
-def _known_experts(model: torch.nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) != EXPERTS_NAME or not hasattr(module, "_apply_gate"):
-            continue
-        weights = [getattr(module, part, None) for part in PARTS]
-        is_known = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-        if is_known and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in weights):
-            yield module
+def has_known_form(module: Any) -> bool:
+    """Return whether ``module`` has experts that ``ExpertProducts`` can compute."""
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if implementation not in (EXPERTS_NAME, "grouped_mm") or not hasattr(module, "_apply_gate"):
+        return False
+    weights = [getattr(module, part, None) for part in PARTS]
+    is_known = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+    return is_known and all(isinstance(each, torch.Tensor) and each.ndim == 3 for each in weights)
 
 
 def pack_experts(model: torch.nn.Module) -> int:
@@ -88,58 +94,53 @@ class ExpertProducts:
         self._isa, self._dtype = integer_isa(), module.gate_up_proj.dtype
         self._rank = codes["down_proj"][0].rank
         self._num_columns = {part: len(each[0].codes) for part, each in codes.items()}
-        self.codes = codes  # before `_packed` frees the codes
-        self._gates, self._downs = (_packed(codes[part]) for part in PARTS)
-        for part, packed in zip(PARTS, (self._gates, self._downs), strict=True):
-            own = _standing_for(packed, codes[part], self._dtype, module.is_transposed)
-            setattr(module, part, own)
+        self.codes = codes  # _packed frees the memory of these codes
+        self._products = {part: self._product_of(module, part) for part in PARTS}
         self._activation = "" if module.has_bias else activation_of(module._apply_gate, self._dtype)
+
+    def _product_of(self, module: Any, part: str) -> Any:
+        """Pack the experts' codes of ``part``, whose parameter becomes a stand-in; return their common product."""
+        product = _sworker.IntegerExperts(_packed(self.codes[part]))
+        setattr(module, part, _standing_for(product, self.codes[part], self._dtype, module.is_transposed))
+        return product
 
     def forward(self, experts: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return each row's weighted sum of its experts' outputs, [rows, hidden]. ``index``: int64 [rows, k]."""
         x, k, chosen = as_rows(rows), index.shape[1], index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
-        ends = torch.bincount(chosen, minlength=len(self._gates)).cumsum(0).tolist()
-        groups = [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a < b]
-        gates = self._multiplied(self._gates, groups, x[order // k], self._num_columns["gate_up_proj"])
+        ends = torch.bincount(chosen, minlength=len(self.codes[PARTS[0]])).cumsum(0)
+        gates = self._multiplied("gate_up_proj", ends, x[order // k])
         if experts.has_bias:
             gates += experts.gate_up_proj_bias[chosen[order]]
         inner = gates if self._activation else experts._apply_gate(gates.to(rows.dtype)).to(x.dtype).contiguous()
-        found = self._multiplied(self._downs, groups, inner, self._num_columns["down_proj"], self._activation)
+        found = self._multiplied("down_proj", ends, inner, self._activation)
         if experts.has_bias:
             found += experts.down_proj_bias[chosen[order]]
-        in_order = torch.empty_like(found)
-        in_order[order] = found * weights.reshape(-1)[order, None].to(found.dtype)
-        return _sum_in_order(in_order.view(len(rows), k, found.shape[1])).to(rows.dtype)
+        places = torch.argsort(order).view(index.shape)
+        out, threads = torch.empty(len(rows), found.shape[1], dtype=found.dtype), torch.get_num_threads()
+        own_weights = weights.to(found.dtype).contiguous()
+        _sworker.sum_weighted(array(found), places.numpy(), array(own_weights), array(out), threads)
+        return out.to(rows.dtype)
 
-    def _multiplied(
-        self, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
-    ) -> torch.Tensor:
-        """Return the rows of each group multiplied by its expert's weights. ``groups``: (expert, its rows in ``x``)."""
-        out = torch.empty(len(x), columns, dtype=x.dtype)
-        rows, kind, threads = array(x), activation or "none", torch.get_num_threads()
-        if packed is self._downs and self._rank:
-            self._multiply_with_ranks(self._rank, groups, rows, array(out), kind)
-            return out
-        results = array(out)
-        for expert, own in groups:
-            packed[expert].multiply(rows[own], results[own], kind, self._isa, threads)
+    def _multiplied(self, part: str, ends: torch.Tensor, x: torch.Tensor, activation: str = "") -> torch.Tensor:
+        """Return rows times their experts' weights; ``ends``: of each expert's rows in ``x``, int64 [experts]."""
+        out = torch.empty(len(x), self._num_columns[part], dtype=x.dtype)
+        product, kind, threads = self._products[part], activation or "none", torch.get_num_threads()
+        if part == "down_proj" and self._rank:
+            self._multiply_with_ranks(self._rank, ends.numpy(), array(x), array(out), kind)
+        else:
+            product.multiply(array(x), ends.numpy(), array(out), kind, self._isa, threads)
         return out
 
-    def _multiply_with_ranks(
-        self, rank: Ranks, groups: list[tuple[int, slice]], rows: Any, out: Any, kind: str
-    ) -> None:
-        """Multiply if inputs are split among ranks. All ranks use one scale per row, and add their integer sums."""
+    def _multiply_with_ranks(self, rank: Ranks, ends: Any, rows: Any, out: Any, kind: str) -> None:
+        """Multiply with ranks: each row has one scale for all ranks, and integers are summed over ranks once."""
         peaks, sums = torch.empty(len(rows)), torch.empty(out.shape, dtype=torch.int32)
-        threads = torch.get_num_threads()
-        for expert, own in groups:
-            self._downs[expert].find_peaks(rows[own], peaks.numpy()[own], kind, self._isa, threads)
+        product, threads = self._products["down_proj"], torch.get_num_threads()
+        product.find_peaks(rows, peaks.numpy(), kind, self._isa, threads)
         peaks = torch.stack(rank.gather(peaks)).amax(0)
-        for expert, own in groups:
-            self._downs[expert].add_up(rows[own], peaks.numpy()[own], sums.numpy()[own], kind, self._isa, threads)
+        product.add_up(rows, ends, peaks.numpy(), sums.numpy(), kind, self._isa, threads)
         sums = rank.sum(sums)
-        for expert, own in groups:
-            self._downs[expert].scale(sums.numpy()[own], peaks.numpy()[own], out[own], self._isa, threads)
+        product.scale(sums.numpy(), ends, peaks.numpy(), out, self._isa, threads)
 
 
 def integer_experts_forward(
@@ -161,13 +162,11 @@ def _packed(codes: list[IntegerCodes]) -> list[Any]:
     return packed
 
 
-def _standing_for(
-    packed: list[Any], codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool
-) -> PackedWeight:
-    """Return a parameter without memory in place of the experts'; reading its values unpacks ``packed``."""
+def _standing_for(product: Any, codes: list[IntegerCodes], dtype: torch.dtype, is_transposed: bool) -> PackedWeight:
+    """Return a stand-in without memory for the experts' parameter; it unpacks ``product`` if it is read."""
 
     def unpack() -> torch.Tensor:
-        each = zip(packed, codes, strict=True)
+        each = zip(product.experts, codes, strict=True)
         found = [IntegerCodes(torch.from_numpy(p.unpack()), c.scales, c.block).weight(dtype) for p, c in each]
         whole = torch.stack(found)
         return whole.mT.contiguous() if is_transposed else whole
@@ -175,11 +174,3 @@ def _standing_for(
     rows, columns = codes[0].codes.shape
     shape = (len(codes), columns, rows) if is_transposed else (len(codes), rows, columns)
     return PackedWeight.of(torch.empty(shape, dtype=dtype, device="meta"), unpack)
-
-
-def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Return the float32 sum over dim 1, added in order, so that a row's bits do not depend on other rows."""
-    total = parts[:, 0].float()
-    for index in range(1, parts.shape[1]):
-        total = total + parts[:, index].float()
-    return total

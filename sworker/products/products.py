@@ -13,8 +13,14 @@ from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.products.codes import codes_of
 from fastdecode.sworker.products.experts import pack_experts, quantize_experts
 from fastdecode.sworker.products.gated import GatedLayers
-from fastdecode.sworker.products.linears import IntegerLinears, num_attention_heads, quantize_linears
+from fastdecode.sworker.products.linears import IntegerLinears, expert_counts, num_attention_heads, quantize_linears
+from fastdecode.sworker.products.loading import ExpertsConfig
 from fastdecode.sworker.products.ordered import order_products
+
+
+def loading_arguments(hf_config: Any) -> dict[str, Any]:
+    """Return arguments for ``from_pretrained`` that quantize experts as they are read; {} for a model without."""
+    return {"quantization_config": ExpertsConfig()} if expert_counts(hf_config) else {}
 
 
 def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:

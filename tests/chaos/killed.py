@@ -65,6 +65,9 @@ START_SECONDS = 30.0
 END_SECONDS = 120.0
 """Most seconds until an undisturbed engine has answered a load."""
 
+ALARMS = ("is at fault", "an audit names no R-worker")
+"""Parts of log lines of an audit that finds a fault; these R-workers have none."""
+
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sends a process a signal when its parent ends."""
 
@@ -115,6 +118,7 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
         asks |= {str(number): _ask(rng, number, 48 + rng.randrange(64)) for number in range(0, 12, 4)}
     kind = kinds[seed % len(kinds)]
     settings |= random.Random(f"integers {seed}").choice(({}, {}, {"quantization": "int8"}))
+    settings |= random.Random(f"audit {seed}").choice(({}, {"audit": 0.05}, {"audit": 0.5}))
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2}
         # Ranks add floats in an order that depends on their number, which rounds differently in 16 bits.
@@ -208,6 +212,8 @@ def run_round(drawn: Round, most_kills: int, extra: dict[str, Any] | None = None
             pid = _engine(drawn, more | {"tensor_parallel_size": num_ranks}, drawn.client)
         _wait(pid, found, "the last engine")
     _compare(wanted, _read(drawn.client), found)
+    alarms = [line for line in (drawn.folder / "log").read_text().splitlines() if any(each in line for each in ALARMS)]
+    found.faults += [f"an audit's false alarm: {line}" for line in alarms]
     for line in _lines(drawn.folder / "begun"):
         found.counts.update({"known": line["known"], "again": line["again"]})
     return found

@@ -6,8 +6,26 @@ from typing import Any
 
 import torch
 
+from fastdecode import _sworker
+from fastdecode.sworker.products.codes import quantized
+from fastdecode.sworker.products.kernels import array
+
 ROUNDER = 12582912.0
 LEAST_PEAK = 1e-30
+
+
+def weights_of(weight: torch.Tensor, bias: torch.Tensor | None, block: int) -> Any:
+    """Return ``weight`` [columns, width], quantized and packed."""
+    codes = quantized(weight, block)
+    own_bias = None if bias is None else bias.float().numpy()
+    return _sworker.IntegerWeights(codes.codes.numpy(), codes.scales.numpy(), own_bias, block, 1)
+
+
+def product(weights: Any, x: torch.Tensor, columns: int, isa: str, threads: int = 1, kind: str = "none") -> Any:
+    """Return the kernels' product of rows ``x`` and packed ``weights``."""
+    out = torch.empty(len(x), columns, dtype=x.dtype)
+    weights.multiply(array(x), array(out), kind, isa, threads)
+    return out
 
 
 def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
@@ -72,19 +90,18 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     return (found.to(gate.dtype).float() * up.float()).to(gate.dtype)
 
 
-def experts_multiplied(
-    self: Any, packed: list[Any], groups: list[tuple[int, slice]], x: torch.Tensor, columns: int, activation: str = ""
-) -> torch.Tensor:
+def experts_multiplied(self: Any, part: str, ends: torch.Tensor, x: torch.Tensor, activation: str = "") -> torch.Tensor:
     """Return the expected result of ``ExpertProducts._multiplied``."""
-    out = torch.empty(len(x), columns, dtype=x.dtype)
-    part = self.codes["down_proj" if packed is self._downs else "gate_up_proj"]
-    for expert, own in groups:
-        rows = gated(*x[own].chunk(2, -1), activation) if activation else x[own]
-        codes, scales = codes_and_scales(rows, part[expert].block)
-        weights = torch.from_numpy(packed[expert].unpack()).double()
-        sums, block = (codes @ weights.T).float(), part[expert].block
-        out[own] = (sums * (part[expert].scales / (block & -block)) * scales[:, None]).to(x.dtype)
-    return out
+    parts, begin = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        codes = self.codes[part][expert]
+        rows = gated(*x[begin:end].chunk(2, -1), activation) if activation else x[begin:end]
+        integers, scales = codes_and_scales(rows, codes.block)
+        weights = torch.from_numpy(self._products[part].experts[expert].unpack()).double()
+        factors = codes.scales / (codes.block & -codes.block)
+        parts.append(((integers @ weights.T).float() * factors * scales[:, None]).to(x.dtype))
+        begin = end
+    return torch.cat(parts)
 
 
 def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:

@@ -97,21 +97,25 @@ def reached(optional: bool = True) -> dict[str, frozenset[str]]:
 
     ``optional``: with the modules that only some settings ask for.
     """
-    edges = {module.name: (module.own if optional else module.always) - {""} for module in modules()}
+    names = {module.name for module in modules()} - {""}
+    edges = {module.name: (module.own if optional else module.always) & names for module in modules()}
 
     def all_from(start: str) -> frozenset[str]:
         found: set[str] = set()
         waiting = [start]
         while waiting:
-            for name in edges.get(waiting.pop(), set()) & edges.keys() - found:
-                found.add(name)
-                waiting.append(name)
+            more = edges[waiting.pop()] - found
+            found |= more
+            waiting += more
         return frozenset(found)
 
     return {name: all_from(name) for name in edges}
 
 
 def _nodes(tree: ast.AST, skip_type_checking: bool) -> Iterator[ast.AST]:
+    if not skip_type_checking:
+        yield from ast.walk(tree)
+        return
     for node in ast.iter_child_nodes(tree):
         if skip_type_checking and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue

@@ -95,7 +95,7 @@ def test_capacity_is_that_of_the_machine() -> None:
 def test_log_normals_go_through_median_and_p90() -> None:
     lengths = LogNormal(1730, 5696).draw(np.random.default_rng(0), 200_000)
     assert np.percentile(lengths, [50, 90]) == pytest.approx([1730, 5696], rel=0.02)
-    with pytest.raises(ConfigError, match="cannot be"):
+    with pytest.raises(ConfigError, match="must be from 1 to the 90th"):
         LogNormal(10, 9)
 
 

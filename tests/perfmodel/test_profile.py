@@ -178,7 +178,7 @@ def points(key: str, **change: Any) -> list[dict[str, Any]]:
         ("{", "not valid JSON"),
         ("[]", "must be a JSON object"),
         (changed(format_version=4), "format_version is 4, and this version reads 1, 2 and 3"),
-        (changed(prefill=[{"num_tokens": 0, "seconds": 1.0}]), r"prefill\[0\] cannot be right: a prompt has a token"),
+        (changed(prefill=[{"num_tokens": 0, "seconds": 1.0}]), r"prefill\[0\] cannot be right: num_tokens"),
         (changed(prefill=[{"num_tokens": 9, "seconds": 0}]), r"prefill\[0\] cannot be right: seconds must be above 0"),
         (changed(partitions=[{"num_tokens": 9, "parts": 9}]), r"partitions\[0\].parts must be a list"),
         (changed(partitions=[{"num_tokens": 9, "parts": [4, "5"]}]), r"partitions\[0\].parts\[1\] must be of type int"),

@@ -88,6 +88,39 @@ def test_partial_results_have_the_same_bits_again(kv_dtype: str) -> None:
     worker.end_step()
 
 
+@pytest.mark.parametrize("num_tokens", [63, 64, 77, 300])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_another_cache_attends_exported_blocks_with_the_same_bits(name: str, kv_dtype: str, num_tokens: int) -> None:
+    """Full blocks are copied as they are stored, in an open step that may just have filled one."""
+    layer, rng = LAYERS[name], np.random.default_rng(7)
+    cache = Harness(layer, {"kv_dtype": kv_dtype, "block_size": 16})
+    cache.step({8: random_rows(rng, layer, 20)})
+    cache.step({1: random_rows(rng, layer, num_tokens)})
+    rows = random_rows(rng, layer, 1)
+    out = np.zeros((1, layer.num_heads, layer.value_head_dim), np.float32)
+    cache.worker.begin_step(table([]), [table([(1, num_tokens, 1, ATTEND)])])
+    cache.worker.run(0, 0, rows.q, rows.k, rows.v, out)
+    exported = cache.worker.export_layer(1, 0, as_blocks=True)
+    length, full = num_tokens + 1, (num_tokens + 1) // 16 * 16
+    assert len(exported) == len(cache.worker.export_layer(1, 0))
+    other, cut = Harness(layer, {"kv_dtype": kv_dtype, "block_size": 16}).worker, full * len(exported) // length
+    other.import_blocks(9, full, exported[:cut])
+    if full < length:
+        other.import_(9, length - full, exported[cut:], full)
+    assert np.array_equal(other.attend_again(9, 0, num_tokens, ATTEND, rows.q), out)
+    cache.worker.end_step()
+    assert np.array_equal(cache.worker.export(1), other.export(9))
+
+
+def test_blocks_that_are_larger_than_their_tokens_are_not_exported() -> None:
+    layer = Layer(4, 2, 40, 40)
+    cache = Harness(layer, {"block_size": 16})
+    cache.step({1: random_rows(np.random.default_rng(7), layer, 20)})
+    with pytest.raises(ValueError, match="blocks of layer 0 are larger than their tokens"):
+        cache.worker.export_layer(1, 0, as_blocks=True)
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "int4"])
 def test_another_cache_attends_exported_rows_with_the_same_bits(kv_dtype: str) -> None:
     """The exporting cache has other blocks and an open step; the exported rows are those of ``export``."""

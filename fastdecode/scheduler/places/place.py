@@ -20,7 +20,8 @@ class Block:
 @dataclass(eq=False, slots=True)
 class Copy:
     """The keys and values of a segment on one R-worker.
-    ``shared``: its first blocks, which the prefix cache or other sequences use too; they are retained as ``prefix_id``.
+    ``shared``: the copy's first blocks, which other sequences or the prefix cache use too. The prefix cache retains
+    them as ``prefix_id``.
     """
 
     worker: int
@@ -34,9 +35,9 @@ class Copy:
 
 
 class Columns(Protocol):
-    """Columns of a table with one row per cached sequence, int64 [num_rows].
-    For the segment to which a sequence appends: its start, blocks, and R-worker. Then cached tokens, and the last
-    token.
+    """The interface of a table with one row per cached sequence; each column is int64 [num_rows].
+    The columns describe the last segment of a sequence (first position, blocks, R-worker) and the sequence (cached
+    tokens, last token).
     """
 
     @property

@@ -96,7 +96,7 @@ class Speeds:
 
     def __init__(self, bandwidths: Sequence[float]) -> None:
         self.bandwidths = np.array(bandwidths, np.float64)
-        self._usual = Decayed(KEPT, 2, len(bandwidths))  # columns: KV tokens, and busy seconds
+        self._usual = Decayed(KEPT, 2, len(bandwidths))  # the two sums: KV tokens, and busy seconds
         self._new = np.zeros((2, len(bandwidths)))
         self._ways = np.zeros(len(bandwidths), np.int64)
 

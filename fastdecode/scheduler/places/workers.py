@@ -113,7 +113,6 @@ class WorkerState:
         self._tell(Verb.TRUNCATE if num_tokens else Verb.RELEASE, cache_id, 0, num_tokens)
 
     def release(self, cache_id: int) -> None:
-        """Queue a RELEASE of ``cache_id``."""
         self._tell(Verb.RELEASE, cache_id, 0, 0)
 
     def reserve(self, cache_id: int, job_id: int, num_tokens: int) -> None:
@@ -151,7 +150,7 @@ class WorkerState:
 
 
 class Workers:
-    """The records of all R-workers by index, with those of the last ``KEPT_GONE`` lost ones.
+    """The records of all R-workers by index; also the records of the R-workers that were lost last.
     Values that are compared across R-workers are arrays.
     """
 

@@ -101,7 +101,8 @@ class Admission:
         self, sequence: TokenSequence, alone: Newcomer, hits: dict[int, Hit], would_begin: WouldBegin
     ) -> _Start | None:
         """Return how ``sequence`` starts in one segment; None if budgets forbid it.
-        ``alone``: the KV load that ``sequence`` and its siblings add. ``hits``: cached prefixes by R-worker.
+        ``alone``: the KV load that ``sequence`` and its siblings add. ``hits``: by R-worker, the cached prefix to start
+        from.
         """
         costs = self.homes.costs(sequence, alone, hits)
         for index in self.homes.best_first(sequence, alone, hits, costs):
@@ -127,7 +128,9 @@ class Admission:
         return _Start(there, [Segment(UNNAMED, 0, self.needs.at_start(sequence), [index])], hit)
 
     def _in_segments(self, sequence: TokenSequence, hits: dict[int, Hit], would_begin: WouldBegin) -> _Start | None:
-        """Return how ``sequence`` starts in several segments, from the longest of ``hits`` or from none."""
+        """Return how ``sequence`` starts in several segments; None if budgets forbid it.
+        It starts from the longest cached prefix in ``hits``, or from none.
+        """
         longest = max(hits.values(), key=lambda hit: hit.num_blocks, default=None)
         for hit in dict.fromkeys((longest, None)):
             if found := self.segments.to_begin(sequence, hit, would_begin):

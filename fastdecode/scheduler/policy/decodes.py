@@ -173,9 +173,9 @@ class _Choice:
         return self._holders[np.arange(len(self.on_second)), 1 - self.on_second.astype(np.int64)]
 
     def _best_change(self, busiest: int, seconds: np.ndarray, speeds: np.ndarray) -> tuple[int, ...] | None:
-        """Return the indices of one or two segments whose change relieves R-worker ``busiest`` most; None if none does.
-        The first segment changes from ``busiest`` to its other R-worker. If this one would then be too busy, a second
-        segment changes from there to that segment's other R-worker.
+        """Return which one or two segments to switch so as to relieve R-worker ``busiest`` most; None if nothing helps.
+        The first segment is then attended by its other R-worker instead of ``busiest``. If that R-worker would then be
+        too busy, a second segment is switched from there to its own other R-worker.
         """
         attending, others, tokens = self._attending, self._others, self._tokens
         mine = np.flatnonzero(attending == busiest)

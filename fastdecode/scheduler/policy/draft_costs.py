@@ -83,7 +83,7 @@ class RowCost:
         least_change = 0.05
         if abs(relative) < least_change:
             return value
-        most = change * self.level / self.rows  # more cannot be due to rows
+        most = change * self.level / self.rows  # a larger change cannot come from the number of rows
         self._products = kept * self._products + change * min(max(value - self.level, min(0.0, most)), max(0.0, most))
         self._squares = kept * self._squares + change * change
         return value
@@ -98,12 +98,13 @@ class GivenTimes:
         self._rows = self._times = np.zeros(0)
 
     def at(self, num_tokens: int, more: np.ndarray, most_more: int, kv_loads: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps with ``num_tokens`` rows and each of ``more`` further ones.
+        """Return the seconds of steps with ``num_tokens`` rows plus each number in ``more``: float64 [len(more)].
         The highest of ``kv_loads`` is used for every R-worker.
         """
         kv_tokens = int(kv_loads.max() * len(kv_loads)) if len(kv_loads) else 0
         tokens, most, loads = self._key
-        # Number of row counts at which a ``StepTime`` is computed, most of them low; between them it is interpolated
+        # Number of row counts for which a ``StepTime`` is computed, most of them low; times between them are
+        # interpolated
         most_points = 33
         # Relative change of the KV load at which the times are computed again
         same_load = 0.02

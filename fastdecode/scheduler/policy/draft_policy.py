@@ -47,10 +47,10 @@ class BalancedDrafts:
         self._most_drafts = most_drafts
         self._overlaps = num_mini_batches > 1
         self._given = GivenTimes(step_time) if step_time else None
-        # Slope of S to assume until rows change: time proportional to rows, the worst case
+        # Slope of the S-worker's time to assume until the number of rows changes: proportional to rows, the worst case
         s_slope = 1.0
-        # Slope of R to assume until rows change, relative to the time that reading a sequence's cache takes. Measured:
-        # 0.04 (MHA, bfloat16), 0.4 (GQA, groups of 4), 0.8 (groups of 8).
+        # Slope of the R-workers' time to assume until the number of rows changes, relative to the time that reading a
+        # sequence's cache takes. Measured: 0.04 (MHA, bfloat16), 0.4 (GQA, groups of 4), 0.8 (groups of 8).
         r_slope = 0.25
         self._s_part, self._r_part = RowCost(s_slope, 1.0), RowCost(r_slope, r_slope)
         self._drafting = RowCost(s_slope, 1.0)
@@ -62,10 +62,11 @@ class BalancedDrafts:
 
     def acceptance(self, tried: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Return each sequence's acceptance rate: from its own drafts, and from all drafts while its own are few."""
-        # Number of verified drafts at which all sequences' observed rate has the same weight as ``PRIOR``
+        # Number of verified drafts at which the rate observed over all sequences weighs as much as the rate assumed
+        # before
         pool_weight = 4.0
         self._pooled = (float(kept.sum()) + pool_weight * PRIOR) / (float(tried.sum()) + pool_weight)
-        # Number of its verified drafts at which a sequence's own rate has the same weight as that of all sequences
+        # Number of a sequence's verified drafts at which its own rate weighs as much as the rate of all sequences
         prior_weight = 2.0
         return (kept + prior_weight * self._pooled) / (tried + prior_weight)
 
@@ -126,7 +127,7 @@ class BalancedDrafts:
         # Most additional rows in a trial, as a fraction of the step's rows, if the S-worker is the bottleneck;
         # otherwise the number of rows may double
         trial_rows = 0.25
-        # Further rows that every trial may have, since a step of a few rows takes as long as one of 16
+        # Additional rows that every trial may have, since a step of a few rows takes as long as one of 16
         free_rows = 4
         budget = usual + max(free_rows, math.ceil(trial_rows * rows) if s_bound else rows)
         # Standard errors by which a trial lowers the slopes, in order to explore
@@ -156,10 +157,11 @@ class BalancedDrafts:
         np.multiply.accumulate(chances, axis=1, out=chances)
         chances *= np.arange(width) < most[:, None]
         flat = chances.ravel()
-        # Chances are sorted as 16-bit integers, which is five times as fast
+        # Probabilities of acceptance are sorted as 16-bit integers, which is five times as fast
         scale = 65534
-        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")  # radix sort
-        # Least chance of acceptance of a draft token that is worth a comparison
+        # NumPy sorts 16-bit integers by radix sort if stable
+        order = np.argsort(((1.0 - flat) * scale).astype(np.uint16), kind="stable")
+        # Draft tokens whose probability of acceptance is lower are not considered
         least_chance = 1e-3
         total = int(np.count_nonzero(flat > least_chance))
         order = order[: total if budget is None else min(total, budget)]
@@ -189,7 +191,7 @@ class BalancedDrafts:
 
 def _best_count(rates: Callable[[np.ndarray], np.ndarray], total: int) -> int:
     """Return the count from 0 to ``total`` with the highest of ``rates``, which rise and then fall.
-    Return 0 if that rate exceeds the rate of count 0 by less than LEAST_GAIN.
+    Return 0 if that rate hardly exceeds the rate of count 0 (by less than LEAST_GAIN).
     """
     # Counts that are tried first; then those around the best one are tried
     num_points = 64

@@ -19,7 +19,7 @@ from fastdecode.scheduler.waiting import WaitingQueue
 
 class Future:
     """Provides the load forecast of a step.
-    The first use in a step makes it; sequences that start later in the step are added.
+    The forecast is made when it is first used in a step; sequences that start later in the step are added to it.
     """
 
     def __init__(self, limits: Limits, store: Store, queue: WaitingQueue) -> None:

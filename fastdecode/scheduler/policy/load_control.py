@@ -53,9 +53,9 @@ class LoadControl:
         self._looked = 0
         self._earned = 0.0
         self._granted = 0.0
-        # Factor by which each sequence that starts reduces the weight of earlier ones: about the last 1,000 count
+        # Factor by which each starting sequence reduces the weight of earlier ones in means: about the last 1,000 count
         kept_per_newcomer = 0.999
-        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # columns: prompt rows, and decode steps
+        self._per_newcomer = Decayed(kept_per_newcomer, 2)  # the two sums: prompt rows, and decode steps
 
     def begin_step(
         self,
@@ -68,8 +68,8 @@ class LoadControl:
     ) -> None:
         """Decide whether starts are spread. Earn a step's mean load, or a whole micro-batch's if no sequence runs.
         ``head``: the first waiting sequence. ``waiting``: returns the sequences that ``max_num_seqs`` would allow to
-        start now, in order, not placed on R-workers yet. ``fits_seats``: these are all waiting sequences. ``outlook``:
-        returns the rest of the run; None while output lengths are unknown.
+        start now, in order, not placed on R-workers yet. ``fits_seats``: ``waiting`` returns all waiting sequences.
+        ``outlook``: returns the rest of the run; None while output lengths are unknown.
         """
         if self._limit.tokens is None or head is None:
             self._is_paced, self._looked = False, 0

@@ -77,7 +77,7 @@ class Meeting:
 
     @property
     def most(self) -> float:
-        """An upper bound of all ``peaks``."""
+        """A number that none of ``peaks`` exceeds, which is faster to compute."""
         return float(self.known.max(initial=0.0) + self.ramp[-1])
 
 
@@ -120,7 +120,7 @@ class LoadForecast:
             cached_ending = cached_ending + segment_tokens * np.bincount(held, minlength=cached_ending.size).reshape(
                 cells
             )
-        # in step t, those sequences attend that do not end by then
+        # in step t, only those sequences attend that end later
         attending = num_ending.sum(axis=1, keepdims=True) - np.cumsum(num_ending, axis=1)
         tokens = cached_ending.sum(axis=1, keepdims=True) - np.cumsum(cached_ending, axis=1)
         self.loads = (tokens + attending * np.arange(horizon)).astype(np.float64)
@@ -226,7 +226,7 @@ class LoadForecast:
 
     def _look_ahead(self, horizon: int) -> None:
         if horizon > self.horizon:
-            more = horizon - self.horizon + SAMPLES  # more than asked for, so that the next calls add none
+            more = horizon - self.horizon + SAMPLES  # extend it further than requested, so that the next calls need not
             self.loads = np.pad(self.loads, ((0, 0), (0, more)))
             self.room = np.pad(self.room, (0, more), constant_values=self._budget)
             self._sampled = np.ascontiguousarray(self.loads[:, :: self._stride])

@@ -15,7 +15,7 @@ class TransferPrice:
     def __init__(self, per_token: float) -> None:
         """``per_token``: seconds per token to assume before the first transfer; it may be infinite."""
         self.per_token = per_token
-        self._seen = Decayed(KEPT, 2)  # columns: seconds, and tokens
+        self._seen = Decayed(KEPT, 2)  # the two sums: seconds of transfers, and tokens copied
 
     def paid(self, num_tokens: int, seconds: float) -> None:
         """Record that a transfer of ``num_tokens`` cached tokens took ``seconds``."""
@@ -40,11 +40,11 @@ class MovePrices:
     def __init__(self, price: TransferPrice, speeds: Speeds, corrects: bool) -> None:
         """``corrects``: True if moves for balance are allowed at all."""
         self._price, self._speeds, self._corrects = price, speeds, corrects
-        # columns: busy seconds, KV tokens, busy seconds that lengthen no step, steps, and seconds of these steps
+        # the sums: busy seconds, KV tokens, busy seconds that lengthen no step, steps, and seconds of these steps
         self._seen = Decayed(KEPT, 5)
         # Factor by which a step reduces the weight of earlier steps in counts of starts, which are rare
         kept_of_rare = 0.995
-        self._begun = Decayed(kept_of_rare, 3)  # columns: starts, prompt rows, and steps
+        self._begun = Decayed(kept_of_rare, 3)  # the sums: starts, prompt rows, and steps
         self._credit = 0.0
         self._pause = 0
         self._is_uneven = False
@@ -148,8 +148,8 @@ class SharedPeak:
         self.steps = np.arange(0, loads.shape[1], self.stride)
         self.seconds_per_token = seconds_per_token
         self.times = loads[:, :: self.stride] * seconds_per_token[:, None]
-        rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers]
-        # Seconds to add to twice the busiest R-worker's time, so that no move can exceed the sum
+        rising = np.maximum(np.sort(self.times, axis=0).T, hidden)  # [steps, num_workers], ascending in each step
+        # Seconds to add to twice the busiest R-worker's time, so that an R-worker's time after any move stays below
         highest = 1e6
         beyond = 2 * rising[:, -1:] + highest
         self._heights = np.concatenate([np.full_like(beyond, hidden), rising, beyond], axis=1)
@@ -158,7 +158,7 @@ class SharedPeak:
         self._paid_by_one_more = np.pad(np.cumsum(slices / (num_above + 1), axis=1), ((0, 0), (1, 0)))
 
     def excess(self) -> np.ndarray:
-        """Return how far each R-worker's charge exceeds that for the mean time of all: float64 [num_workers].
+        """Return each R-worker's charge minus that of one with the mean time, at least 0: float64 [num_workers].
         The unit is seconds over all coming steps.
         """
         means = self.times.mean(axis=0)

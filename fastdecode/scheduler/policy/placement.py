@@ -29,7 +29,7 @@ class HomePlacement:
         self._speeds, self._num_present = np.zeros(0), 1
 
     def begin_step(self) -> None:
-        """Note free blocks, capacities and speeds of all R-workers, once per step."""
+        """Record free blocks, capacities and speeds of all R-workers, once per step."""
         self.available = self._workers.available
         self.capacities = self._room.capacities()
         self._speeds, self._num_present = self._workers.speeds.lasting, max(1, len(self._workers.present))
@@ -60,7 +60,8 @@ class HomePlacement:
         later ones have them.
         """
         best = np.flatnonzero(costs == costs.min())
-        yield int(best[np.argmax(self.available[best])])  # callers nearly always take the first
+        # yielded alone, since callers nearly always take the first, and ordering all takes time
+        yield int(best[np.argmax(self.available[best])])
         able = self._room.to_begin_where(sequence, self.available)
         able &= self._load_limit.fits_where(newcomer, self._future.forecast)
         able[list(hits)] = True

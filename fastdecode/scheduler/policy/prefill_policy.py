@@ -26,7 +26,7 @@ class PrefillForecast(Protocol):
 @dataclass(frozen=True)
 class _PredictedPrompt:
     """A prompt that prefill workers compute.
-    ``seconds``: predicted until each part is done, for workers with these ``paces``.
+    ``seconds``: predicted times until each part is done. ``paces``: the workers' speeds that this assumes.
     """
 
     parts: tuple[PrefillPart, ...]
@@ -43,7 +43,7 @@ class _PredictedPrompt:
 
 @dataclass(frozen=True)
 class _Option:
-    """A way to compute a prompt, with the seconds that all requests together wait because of it."""
+    """A possible division of a prompt among workers, with the seconds that all requests together wait because of it."""
 
     parts: tuple[PrefillPart, ...]
     waited_seconds: float
@@ -158,7 +158,7 @@ class LeastWaiting:
             for part, seconds in zip(job.parts, job.seconds, strict=True):
                 free[part.worker] = start + seconds
             last = job.parts[-1].worker
-            free[last] = max(free[last], self._now)  # a prompt that is late still runs
+            free[last] = max(free[last], self._now)  # a prompt that takes longer than predicted still runs
         return {worker: max(free.get(worker, 0.0), self._now) for worker in self._pace}, num_queued
 
     def _correct(self, worker: int, pace: float, ratio: float) -> None:

@@ -63,12 +63,13 @@ class Room:
         return could & self._load_limit.holds(self._needs.attended(sequence), worker)
 
     def to_begin(self, sequence: TokenSequence, worker: int, hit: Hit | None) -> bool:
-        """Return whether ``sequence``, in one segment, can start on ``worker`` now, from ``hit`` if given.
+        """Return whether ``sequence``, in one segment, can start on ``worker`` now, from prefix ``hit`` if given.
         Its blocks must be free there, and one more for each sequence that is already there, so that none is preempted
         soon.
         """
         taken_over = hit.prefix.blocks[: hit.num_blocks] if hit else []
-        kept = [*taken_over, *(hit.prefix.own if hit else ())]  # a start from the hit keeps these blocks from eviction
+        # a sequence that starts from the prefix uses these blocks, so they cannot be evicted
+        kept = [*taken_over, *(hit.prefix.own if hit else ())]
         needed = self._needs.at_start(sequence) - len(taken_over) + sum(block.num_sequences == 0 for block in kept)
         needed -= len(hit.prefix.own) if hit and hit.is_own else 0
         there = self._workers[worker]

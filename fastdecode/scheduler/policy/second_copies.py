@@ -79,10 +79,10 @@ class SecondCopies:
                     if segment.on(worker) and segment.twice:
                         yield GiveUpCopy(sequence, segment, worker)
             for transfer in [each for each in self._store.transfers if each.segment.workers == [worker]]:
-                yield DropTransfer(transfer)  # its first copy will move instead
+                yield DropTransfer(transfer)  # the segment's only copy will move instead
 
     def give_up(self, worker: int) -> Decision[bool]:
-        """Free blocks on ``worker``: drop an unfinished copy to it, or a copy of a segment that has another copy.
+        """Free blocks on ``worker``: drop an unfinished copy to it, or else one of two copies of a segment.
         Return False if there is neither.
         """
         return (yield from self._give_up_making(worker)) or (yield from self._give_up_spare(worker))
@@ -94,7 +94,7 @@ class SecondCopies:
         return made is not None
 
     def _give_up_spare(self, worker: int) -> Decision[bool]:
-        """Drop a copy on ``worker`` if its segment has another one; take the youngest sequence of several segments.
+        """Drop a copy on ``worker`` whose segment has a second copy, of the youngest sequence with several segments.
         Return False if there is none. Sequences of one segment keep both copies, since either is enough to continue.
         """
         for sequence in sorted(self._table.several(), key=lambda each: -each.sequence_id):
@@ -138,7 +138,7 @@ class SecondCopies:
         return max(1, int(min(num_blocks, MOST_BLOCKS))) * block_size
 
     def _lacking(self) -> tuple[TokenSequence, Segment, int] | None:
-        """Return (sequence, its segment with one copy, R-worker for a second copy); None if no copy can be made.
+        """Return a missing second copy: (sequence, segment with one copy, R-worker for the second); None if impossible.
         The sequence is the oldest decoding one for which blocks are free.
         """
         rows = self._table.rows
@@ -157,7 +157,7 @@ class SecondCopies:
         return None
 
     def _evening(self) -> tuple[TokenSequence, Segment, int, int] | None:
-        """Return a copy for an R-worker that joined: (sequence, segment, this R-worker, R-worker that drops its copy).
+        """Return a copy for an R-worker that joined: (sequence, segment, this R-worker, R-worker that drops a copy).
         Return None once the new R-worker holds as much as the others.
         """
         while self._joined:

@@ -61,7 +61,7 @@ class Adopted(IndexedSource):
         return counts
 
     def hits(self, sequence: TokenSequence) -> dict[int, Hit]:
-        """Return, by R-worker, the tokens of ``sequence`` itself that an earlier engine left, as hits of equal length.
+        """Return, by R-worker, the tokens of ``sequence`` that an earlier engine left there, all of equal length.
         If the sequence has several segments, these R-workers hold its last segment.
         """
         pieces = self._pieces(sequence.sequence_id)
@@ -84,7 +84,7 @@ class Adopted(IndexedSource):
         return sum(each.num_tokens for each in self._pieces(sequence_id))
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return the same prefix on another R-worker as a hit; None if there is none. ``hit`` may already be in use."""
+        """Return the same cached prefix on another R-worker; None if there is none. ``hit`` may already be in use."""
         others = (each for each in self._prefixes([hit.prefix.prefix_id]) if each is not hit.prefix)
         return next((found for each in others if (found := self._hit(each)).num_tokens == hit.num_tokens), None)
 

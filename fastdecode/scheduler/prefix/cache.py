@@ -112,8 +112,8 @@ class PrefixCache:
         return self.adopted.adopt(held, known, lowest_name)
 
     def ways(self, hit: Hit | None) -> tuple[Hit | None, ...]:
-        """Return what a sequence may start from, best first: ``hit``, then None (no prefix) if it has recurrent states.
-        Starting from a recurrent state copies it. If no blocks are free for the copy, the whole prompt is recomputed.
+        """Return the cached prefixes from which to try to start, best first. None stands for a start without a prefix.
+        It follows ``hit`` if starting copies a recurrent state: if no blocks are free for the copy, all is recomputed.
         """
         return (hit, None) if hit and self.kept.copies_all else (hit,)
 

@@ -24,7 +24,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[tuple[int, int], Prefix]] = {}
 
     def longest(self, sequence: TokenSequence, block_hashes: list[bytes], source: Source) -> dict[int, Hit]:
-        """Return, by R-worker, a hit of ``source`` for the longest cached prefix with these ``block_hashes``."""
+        """Return, by R-worker, the longest cached prefix with these ``block_hashes``, as found by ``source``."""
         found: dict[int, Hit] = {}
         for depth, block_hash in enumerate(block_hashes, 1):
             holders = self._by_hash.get(block_hash)
@@ -57,13 +57,13 @@ class PrefixIndex:
         return next((each for each in self._by_hash.get(block_hash, {}).values() if each.worker == worker), None)
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return a hit for the other copy of the same tokens; None if no other R-worker retains one."""
+        """Return the other copy of the prefix ``hit``; None if no other R-worker retains one."""
         prefix, holders = hit.prefix, self._by_hash[hit.prefix.block_hashes[hit.num_blocks - 1]].values()
         others = (each for each in holders if each.origin == prefix.origin and each.worker != prefix.worker)
         return next((hit._replace(prefix=each) for each in others), None)
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return a hit for each segment of ``sequence`` that ``hit`` covers.
+        """Return, for each segment of ``sequence`` that the prefix ``hit`` covers, the prefix within that segment.
         The last one may cover only the first blocks of its segment.
         """
         whole = self._segment_tokens // self._workers.block_size
@@ -74,7 +74,7 @@ class PrefixIndex:
         return [*closed, hit._replace(num_blocks=last[0], num_tokens=last[1])]
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Let ``copy`` of ``segment`` begin with the tokens of ``hit``.
+        """Let ``copy`` of ``segment`` begin with the tokens of the cached prefix ``hit``.
         If the prefix has the segment's cache id, the copy takes over its blocks; otherwise the copy is forked from it.
         """
         prefix, worker = hit.prefix, self._workers[hit.prefix.worker]
@@ -169,7 +169,7 @@ class PrefixIndex:
 
 
 class IndexedSource(Source):
-    """A source whose prefixes are in an index. The index also carries out the operations on hits."""
+    """A source whose prefixes are in a ``PrefixIndex``, which implements most methods of the source."""
 
     def __init__(self, workers: Workers, index: PrefixIndex) -> None:
         self._workers, self._index = workers, index

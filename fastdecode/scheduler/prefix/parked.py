@@ -63,7 +63,6 @@ class ParkedChains:
         return len(self._by_name)
 
     def add(self, worker: int, chain: Chain) -> None:
-        """Add ``chain``, which is on the disk of R-worker ``worker``."""
         self._by_name[worker, chain.name] = chain
         for mark in self._found_by(chain):
             self._by_mark.setdefault(mark, {})[worker, chain.name] = chain
@@ -77,12 +76,10 @@ class ParkedChains:
                 del self._by_mark[mark]
 
     def forget(self, worker: int) -> None:
-        """Remove all parked prefixes of the lost R-worker ``worker``."""
         for name in [name for each, name in self._by_name if each == worker]:
             self.remove(worker, name)
 
     def has(self, worker: int, name: bytes) -> bool:
-        """Return whether the disk of ``worker`` has the parked prefix ``name``, or a longer one that begins with it."""
         if self._whole:
             return (worker, name) in self._by_name
         return any(each == worker for each, _ in self._by_mark.get(name, ()))
@@ -108,7 +105,9 @@ class ParkedChains:
         return None
 
     def _fits(self, sequence: TokenSequence, num_blocks: int, block_hash: bytes, chain: Chain) -> bool:
-        """Return whether ``sequence`` has, after ``num_blocks`` blocks, the partly full block of ``chain`` and more."""
+        """Return whether ``sequence`` continues, after ``num_blocks`` blocks, with the partly full block of ``chain``.
+        At least one more token must follow.
+        """
         start, count = num_blocks * self._block_size, chain.rest
         if start + count >= sequence.num_prefill:
             return False
@@ -140,8 +139,9 @@ class Parked(Source):
 
     def wanted(self, sequence: TokenSequence) -> Beginning | None:
         """Return the parked prefix that the waiting ``sequence`` should load next; None if loading is not worthwhile.
-        It must reach beyond the cached prefix. For a sequence of several segments, it is in the first segment that is
-        not cached. Whether loading is worthwhile depends on this segment and all cached or parked ones that follow.
+        The parked prefix must be longer than the cached one. For a sequence of several segments, it is in the first
+        segment that is not cached. Whether loading is worthwhile depends on this segment and all cached or parked ones
+        that follow.
         """
         if not len(self.chains):
             return None

@@ -38,15 +38,15 @@ class Source(Protocol):
         return {}
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return the part of ``hit`` in each segment of ``sequence``, in order."""
+        """Return the part of the prefix ``hit`` that lies in each segment of ``sequence``, in order."""
         return [hit]
 
     def twin(self, hit: Hit) -> Hit | None:
-        """Return a hit for the second copy of the same prefix, on another R-worker; None if there is none."""
+        """Return the second copy of the prefix ``hit``, on another R-worker; None if there is none."""
         return None
 
     def take(self, segment: Segment, copy: Copy, hit: Hit) -> None:
-        """Let ``copy`` of ``segment`` begin with the tokens of ``hit``, which are on the same R-worker."""
+        """Let ``copy`` of ``segment`` begin with the tokens of the prefix ``hit``, which are on the same R-worker."""
         raise ValueError("this source has no blocks to take")
 
     def close(self, sequence: TokenSequence) -> None:

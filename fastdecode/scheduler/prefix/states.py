@@ -43,7 +43,7 @@ class StateIndex(PrefixIndex):
         return found
 
     def resting(self, worker: int, tokens: list[int], block_hashes: list[bytes]) -> list[bytes]:
-        """Return the names of prefixes of ``tokens`` on R-worker ``worker`` that end within a block."""
+        """Return the names of retained prefixes of ``tokens`` on R-worker ``worker`` that end inside a block."""
         size, names = self._workers.block_size, list[bytes]()
         for depth, block_hash in enumerate(block_hashes, 1):
             for each in self._by_hash.get(block_hash, {}).values():
@@ -80,7 +80,7 @@ class StateIndex(PrefixIndex):
                 del self._after[prefix.worker, name]
 
     def _steps(self, prefix: Prefix) -> list[tuple[bytes, bytes]]:
-        """Return, for each shorter prefix in ``prefix``, its name and the hash that follows in ``prefix``."""
+        """Return (hash of a shorter prefix of ``prefix``, hash of the next longer one) for each shorter prefix."""
         ends = [*prefix.block_hashes, *([prefix.name] if prefix.rest else [])]
         return [*pairwise(ends), *((name, prefix.name) for name in prefix.contains)]
 

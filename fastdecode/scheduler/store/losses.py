@@ -118,10 +118,12 @@ class Losses:
         """
         has_room = True
         decoded = sequence.sequence_id in self._residents.decoding or sequence.num_prefill < sequence.num_tokens
-        decoded &= len(sequence.output_token_ids) > 0  # without output, its first token was sampled from lost rows
+        # a prompt without output cannot decode: its first output token would be sampled from lost rows
+        decoded &= len(sequence.output_token_ids) > 0
         self._residents.compute_again(sequence)
         self._store.prefixes.leaders.stop(sequence)
-        sequence.num_prefill = sequence.num_tokens - decoded  # the last output token is not cached
+        # the last output token is the next input, so it is not cached
+        sequence.num_prefill = sequence.num_tokens - decoded
         self._store.lose(sequence, worker)
         for segment in sequence.segments:
             most = segment.num_blocks

@@ -16,7 +16,7 @@ from fastdecode.scheduler.store.holdings import Transfer
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Refresh:
-    """Update the table rows of decoding sequences, and restore their order."""
+    """Update the sequence table's rows of decoding sequences, and restore their order."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +57,7 @@ class Attend:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MakeRoom:
-    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks; the answer is False if it cannot."""
+    """Evict prefixes until R-worker ``worker`` has ``num_blocks`` free blocks; answer False if impossible."""
 
     worker: int
     num_blocks: int

@@ -226,7 +226,7 @@ class Store:
         for segment in sequence.segments:
             was_here = segment.on(worker) is not None
             segment.copies = [copy for copy in segment.copies if copy.worker != worker]
-            # before the cache id changes, by which dropped transfers are released
+            # this releases dropped transfers by the cache id, so it must come before the id changes
             self.transfers.redirect(segment, worker)
             if was_here and not segment.copies:
                 segment.cache_id, segment.num_tokens = self.prefixes.ids.new(), 0

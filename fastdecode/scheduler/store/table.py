@@ -26,12 +26,10 @@ class DraftColumns:
         self.counts[row], self.tried[row], self.kept[row] = 0, 0.0, 0.0
 
     def propose(self, row: int, token_ids: Sequence[int]) -> None:
-        """Propose ``token_ids`` as drafts of ``row`` in the next step."""
         self.tokens[row, : len(token_ids)] = token_ids
         self.counts[row] = len(token_ids)
 
     def forget(self, row: int) -> None:
-        """Remove the drafts proposed for ``row``."""
         self.counts[row] = 0
 
     def cut(self, rows: np.ndarray, counts: np.ndarray) -> None:
@@ -181,7 +179,7 @@ class SequenceTable:
         return self.num_cached[rows] - self.bases[rows]
 
     def tail_room(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many tokens still fit the last segment of each of ``rows``, blocks aside; int64 [n]."""
+        """Return how many tokens still fit the last segment of each of ``rows``, free blocks aside; int64 [n]."""
         return self.segment_tokens - self.tail_lens(rows)
 
     def reads(self, rows: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def token_lines(shape: ModelShape, kv_dtype: str, planner: Planner) -> tuple[str
 
 
 def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
-    """Return text lines that say whether the S-worker or R-workers multiply K and V of latents, and the cost."""
+    """Return text lines on which side multiplies latents with their K and V projections, and on the cost."""
     if shape.latent is None:
         return ()
     row = f"{shape.num_layers * shape.attending_row_bytes / 1e6:.3g} MB of a token on the link"
@@ -53,7 +53,7 @@ def absorption_lines(shape: ModelShape) -> tuple[str, ...]:
 
 
 def window_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
-    """Return text lines that say how much less R-workers read because of windows or an index."""
+    """Return text lines on how much less R-workers read, thanks to sliding windows or a sparse-attention index."""
     windows = sorted({window for window in shape.windows if window})
     if not windows:
         return ()
@@ -85,7 +85,6 @@ def state_lines(shape: ModelShape, planner: Planner) -> tuple[str, ...]:
 
 
 def _state_place(planner: Planner) -> str:
-    """Return a text line that says whether the S-worker or R-workers keep the recurrent states."""
     if not planner.states:
         return "R-workers keep states (--state-on r)"
     places = planner.states.num_places

@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time the batches and print vLLM's lines; after Ctrl-C, those of the finished batches."""
+    """Time the batches and print latencies in vLLM's format; after Ctrl-C, print those of the finished batches."""
     for name in COUNTS:
         least = 0 if name == "num_iters_warmup" else 1
         if getattr(args, name) < least:
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _time_batches(llm: LLM, args: argparse.Namespace, latencies: list[float]) -> None:
-    """Append the seconds of every measured batch to ``latencies``."""
     model = llm.engine.s_model
     if args.input_len + args.output_len > model.max_model_len:
         raise ConfigError(
@@ -103,7 +102,7 @@ def latency_report(latencies: Sequence[float]) -> dict[str, Any]:
 
 
 def latency_lines(report: dict[str, Any]) -> list[str]:
-    """Return the printed lines, which are vLLM's."""
+    """Return the lines to print, in the format of ``vllm bench latency``."""
     return [
         f"Avg latency: {report['avg_latency']} seconds",
         f"Std latency: {report['std_latency']} seconds",

@@ -75,7 +75,7 @@ def measure_perplexity(
     engine: LLMEngine, text: str, window: int, on_window: Callable[[], object] = lambda: None
 ) -> Perplexity:
     """Return the perplexity of ``text``, cut into windows of ``window`` tokens that are scored independently.
-    All attention, also the prompt's, runs on an R-worker over keys and values in the cache's dtype.
+    All attention, even of prompts, runs on an R-worker, so that it reads keys and values in the cache's dtype.
     """
     if engine.s_model.tokenizer is None:
         raise ConfigError("perplexity is measured on text: it needs the tokenizer (no --skip-tokenizer-init)")

@@ -106,7 +106,9 @@ def measure(
     wanted: tuple[list[int], list[int], list[str]],
     take: Callable[[PrefillRow], object],
 ) -> None:
-    """Measure the prefill workers' rates, unless a profile has them. Then measure each row and pass it to ``take``."""
+    """Measure the prefill workers' speeds, unless a profile has them. Then pass each measured row to ``take``.
+
+    ``wanted``: prompt lengths, numbers of prefill workers, and methods."""
     from fastdecode.perfmodel.lab.measure.prefill_bench import PrefillBench, num_measurements
 
     lengths, counts, methods = wanted
@@ -120,7 +122,7 @@ def measure(
 def profile_of(
     runner: LivePrefill, config: EngineConfig, lengths: list[int], counts: list[int], rounds: int
 ) -> HardwareProfile:
-    """Return the profile of ``--profile`` if it has prefill workers, else rates measured now."""
+    """Return the profile of ``--profile`` if it covers prefill workers; else measure their speeds now."""
     from fastdecode.perfmodel.deployment import this_machine
     from fastdecode.perfmodel.lab.measure.prefill_calibrator import measure_rates
     from fastdecode.perfmodel.profile import HardwareProfile

@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the requests and print vLLM's table; after Ctrl-C, only of requests that ended. Return 1 if all failed."""
+    """Send the requests and print vLLM's table; after Ctrl-C, cover only finished requests. Return 1 if all failed."""
     check_bench_flags(args)
     if find_spec("aiohttp") is None:
         raise ConfigError("bench serve needs aiohttp: pip install 'fastdecode[serve]'")
@@ -76,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
-    """Return the checked workload flags."""
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"max_concurrency must be at least 1, not {args.max_concurrency}")
     if args.num_warmups < 0:
@@ -106,7 +105,7 @@ def _pairs(name: str, given: list[str]) -> dict[str, str]:
 
 
 def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
-    """Return the server's address, and its description of its first model. The key is in OPENAI_API_KEY, as in vLLM."""
+    """Return the server's address, and how it describes its first model. OPENAI_API_KEY has the API key, as in vLLM."""
     from fastdecode.perfmodel.lab.measure.serving import Target
 
     key = os.environ.get("OPENAI_API_KEY")
@@ -128,7 +127,7 @@ def _target(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
 
 
 def _ready_model(base_url: str, headers: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Return the server's first model, asking once a second. Raise ServerError after ``seconds``."""
+    """Ask the server for its models once a second; return the first. Raise ServerError after ``seconds``."""
     from fastdecode.perfmodel.lab.measure.serving import ServerError, served_model
 
     deadline = time.monotonic() + seconds
@@ -194,7 +193,6 @@ def _run_load(
 
 
 def _settings(args: argparse.Namespace, spec: WorkloadSpec, model: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the run, with vLLM's keys."""
     ramp_up = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

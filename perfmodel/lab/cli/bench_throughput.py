@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the workload and print its figures; after Ctrl-C, those of the finished part."""
+    """Run the workload and print its throughput; after Ctrl-C, print that of the finished part."""
     if args.enable_prefix_caching is None:  # as in vLLM: off for random prompts
         args.enable_prefix_caching = args.dataset_name != "random"
     check_bench_flags(args)
@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that plain transformers would ignore."""
     given = [name for name in ("plot_timeline", "plot_steps", "measure_overlap", "trace") if getattr(args, name)]
     given += ["request_rate"] if not math.isinf(args.request_rate) else []
     if given:

@@ -1,4 +1,4 @@
-"""Bounds on plans and simulations: a model's context, and the memory and time of a run."""
+"""Checks that a plan stays within the model's context, and a simulation within 1 GiB and a minute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ def check_context(shape: ModelShape | None, tokens: float, name: str) -> None:
 
 
 def check_r_workers(number: int | None) -> None:
-    """Raise ConfigError for more R-workers than a plan supports."""
-    # Most R-workers of a plan
     most_r_workers = 100_000
     if number is not None and number > most_r_workers:
         raise ConfigError(f"num_r_workers must be at most {most_r_workers:,}, not {number:,}")
@@ -62,11 +60,11 @@ def check_simulated_time(
     step_seconds, sequence_seconds, r_worker_seconds = 5e-4, 2.5e-6, 8e-6
     of_step = step_seconds + sequence_seconds * seats + r_worker_seconds * num_r_workers
     seconds = runs * steps * of_step
-    # Most memory and time of one simulation
+    # Longest time of a simulation
     most_seconds = 60.0
     if seconds <= most_seconds:
         return
-    # With fewer steps than this, the advice is to take fewer R-workers, not fewer requests
+    # In a simulation with fewer steps than this, many R-workers, not many requests, cost the time
     many_steps = 20_000
     if r_worker_seconds * num_r_workers > of_step / 2 and steps < many_steps:
         most = int(num_r_workers * most_seconds / seconds)

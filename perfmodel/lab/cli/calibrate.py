@@ -107,7 +107,6 @@ def check_own_ranks(num_ranks: int) -> None:
 def _with_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: CalibrationPlan, num_ranks: int
 ) -> HardwareProfile:
-    """Return the profile with the S-part of ``num_ranks`` ranks."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import RankCalibration, calibrate_ranks
 
     ranks = RankCalibration(num_ranks, plan.batch_sizes, plan.s_threads[-1], plan.rounds, plan.most_tries)
@@ -188,7 +187,7 @@ def prefill_lines(profile: HardwareProfile) -> list[str]:
 
 
 def _links(config: EngineConfig) -> tuple[str, ...]:
-    """Return the R-workers to measure: "inproc" and "spawn", the requested kind first, or the remote addresses."""
+    """Return the R-workers to measure: local "inproc" and "spawn", the requested one first, or the remote addresses."""
     spec = config.r_worker_spec
     if spec.addresses:
         return spec.addresses
@@ -196,7 +195,7 @@ def _links(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _state_lines(profile: HardwareProfile) -> list[str]:
-    """Return the time of one recurrent layer, and the bytes of its states read and written per second."""
+    """Return text lines: the time of one recurrent layer, and the bytes of its states read and written per second."""
     if profile.shape.state is None:
         return []
     state_bytes = profile.shape.state_bytes_per_sequence / profile.shape.state.num_layers

@@ -1,4 +1,4 @@
-"""The engine's own refusals, checked before a plan is recommended."""
+"""Checks whether the engine can run a plan at all, before the plan is recommended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_runs(name_or_path: str | None) -> None:
 
 
 def engine_cannot(case: PlanCase) -> str | None:
-    """Return why no engine can run the plan, as the model's layers explain it; None if an engine can."""
+    """Return why the engine cannot run the plan: a layer of the model lacks a needed feature. Return None if it can."""
     if not case.args.model or case.inputs.shape is None:
         return None
     for way in _ways(case):
@@ -41,7 +41,7 @@ def engine_cannot(case: PlanCase) -> str | None:
 
 
 def _ways(case: PlanCase) -> Iterator[Way]:
-    """Yield the engine's features that the plan uses, and that every layer must support."""
+    """Yield the engine's features that the plan uses, and that not every kind of layer supports."""
     if case.args.gpu and case.args.gpu != HERE_WORD:
         yield "gpu"
     if case.plan.tensor_parallel_size > 1:
@@ -53,7 +53,6 @@ def _ways(case: PlanCase) -> Iterator[Way]:
 
 
 def _layers(shape: ModelShape) -> tuple[LayerKind, ...]:
-    """Return one layer of each kind."""
     states = (shape.state.layer_layout(shape.item_bytes),) if shape.state else ()
     return (*shape.kv_layout(shape.dtype).layers[:1], *states)
 

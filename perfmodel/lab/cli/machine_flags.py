@@ -61,7 +61,7 @@ def add_machine_flags(group: Any) -> None:
 
 
 def add_number_flags(group: Any) -> None:
-    """Add the flag of a profile, and flags that give a machine's speeds as bare numbers."""
+    """Add ``--profile``, and flags that give the speeds of S-worker and R-worker as plain numbers."""
     group.add_argument("--profile", metavar="FILE", help="hardware profile (JSON) of any machine")
     group.add_argument(
         "--s-part-seconds", type=float, metavar="SECONDS", help="T(B): S-worker's time for one layer of one mini-batch"
@@ -73,7 +73,7 @@ def add_number_flags(group: Any) -> None:
 
 
 def add_pipeline_flags(group: Any, automatic: bool = False) -> None:
-    """Add the flags of how S-worker and R-workers work together. ``automatic``: allow "auto" mini-batches."""
+    """Add flags of mini-batches, and of transfers to R-workers. ``automatic``: allow "auto" mini-batches."""
     group.add_argument(
         "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="dtype of the KV cache (auto: the model's)"
     )

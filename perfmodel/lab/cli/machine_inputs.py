@@ -1,4 +1,4 @@
-"""The planner for the flags of ``plan`` and ``simulate``: named presets, a measured profile, or numbers."""
+"""Makes a planner from the flags of ``plan`` and ``simulate``: named presets, a measured profile, or numbers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _from_names(args: argparse.Namespace) -> PlanInputs:
 def _named_planner(
     args: argparse.Namespace, shape: ModelShape, machine: NamedMachine, group: RankGroup, kv_dtype: str, memory: int
 ) -> Planner:
-    """Return the planner of a GPU and hosts given by figures. ``memory``: bytes of KV per R-worker."""
+    """Return the planner for a GPU and hosts that presets or numbers describe. ``memory``: bytes of KV per R-worker."""
     gpu, of_rank, workload = machine.gpu.times(group.size), rank_shape(shape, group.size), asked_workload(args)
     rank, share = GpuSPart(of_rank, machine.gpu), workload.read_share(shape.windows, shape.chunked)
     planner = make_planner(
@@ -145,7 +145,7 @@ def _named_planner(
 
 
 def _machine_lines(args: argparse.Namespace, machine: NamedMachine, gpu: Gpu) -> tuple[str, ...]:
-    """Return lines about the machines that a plan assumes, and about what each layer waits for."""
+    """Return text lines on the speeds that a plan assumes, and on what each layer waits for."""
     read = gpu.kv_bytes_per_second.achieved / 1e9
     roofline = "the roofline, which is kinder to it than any server; prompts count on both sides"
     alone = f"GPU alone: reads weights and cache at {read:,.4g} GB/s, {roofline}"
@@ -245,7 +245,9 @@ def _profiled_states(
 
 
 def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: ModelShape) -> SPart:
-    """Return the S-part of the requested ranks: measured, or one rank's divided by their number, plus collectives."""
+    """Return the S-part's times with the requested number of ranks.
+
+    Ranks that were not measured take one rank's time divided by their number, plus the time of all-reduces."""
     num_ranks = args.tensor_parallel_size
     if num_ranks in {1, *profile.measured_rank_counts}:
         return profile.measured_s_part(shape=shape, num_ranks=num_ranks)
@@ -260,7 +262,7 @@ def _profiled_s_part(args: argparse.Namespace, profile: HardwareProfile, shape: 
 
 
 def _with_overheads(planner: Planner, profile: HardwareProfile) -> Planner:
-    """Return the planner with the host's measured time per step."""
+    """Return ``planner`` with the engine's own time in each step (scheduling, bookkeeping), as measured."""
     (none, per_row), (one, _) = (profile.step_overhead_seconds(None, number, planner.num_ranks) for number in (0, 1))
     return replace(
         planner, step_overhead_seconds=none, row_overhead_seconds=per_row, r_worker_overhead_seconds=one - none

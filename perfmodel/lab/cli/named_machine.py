@@ -1,4 +1,4 @@
-"""The machine in ``--gpu``, ``--cpu`` and ``--link``: presets, numbers, or measured here."""
+"""The machine that ``--gpu``, ``--cpu`` and ``--link`` describe by a preset, by numbers, or as "here" (measured)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE_WORD = "here"
 
 @dataclass(frozen=True)
 class NamedMachine:
-    """A GPU and a host of R-workers. ``link_bytes_per_second``: of the network; None if the GPU is in that host.
+    """A GPU and a host of R-workers. ``link_bytes_per_second``: the network's rate; None if the host has the GPU.
 
     ``contention``: how much S-worker and R-workers slow each other down on shared cores.
     """
@@ -45,7 +45,7 @@ class NamedMachine:
         return host_trip_seconds if self.link_bytes_per_second is None else network_trip_seconds
 
     def waits(self, overlapped: bool) -> str:
-        """Return what a layer waits for besides the work of S-worker and R-workers."""
+        """Return a text line on what a layer waits for besides the work of S-worker and R-workers."""
         trip = f"{self.trip_latency_seconds * 1e6:.0f} us for a layer's way there and back (docs/performance.md)"
         hidden = "hidden behind work (--overlapped-transport)" if overlapped else "not hidden, as the paper measured"
         return f"{trip}; transfers are {hidden}; each layer waits for the slowest R-worker (arXiv 2601.21351)"
@@ -58,7 +58,7 @@ class NamedMachine:
         return replace(planner, num_r_workers=number, contention=self.contention)
 
     def links(self, gpu: Gpu) -> str:
-        """Return the links between S-worker and R-workers."""
+        """Return a text line on the links between S-worker and R-workers."""
         pcie = f"PCIe {gpu.host_bytes_per_second / 1e9:.4g} GB/s"
         if self.contention != NO_CONTENTION:
             return "S-worker and R-workers share the same cores: what one does, the other cannot"
@@ -73,7 +73,7 @@ class NamedMachine:
         return Prices(gpu.per_hour if gpu else None, host.per_hour if host else included, num_gpus)
 
     def price_lines(self, args: argparse.Namespace) -> tuple[str, ...]:
-        """Return the given prices; without ``--gpu-price``, list prices with source and date for the others."""
+        """Return text lines with prices from flags; without ``--gpu-price``, also list prices, with source and date."""
         given = ((self.gpu, args.gpu_price, "--gpu-price"), (self.host, args.cpu_price, "--cpu-price"))
         listed = args.gpu_price is None
         prices = (
@@ -104,7 +104,7 @@ def check_on_cpu(args: argparse.Namespace, is_gpu: bool) -> None:
 
 
 def host_of(args: argparse.Namespace) -> CpuHost:
-    """Return the host of ``--cpu`` with the requested R-workers; each rank has a part of a host with GPUs."""
+    """Return the host of ``--cpu`` with the requested R-workers; if it also has the GPUs, at least one per rank."""
     host, ranks = _cpu_host(args.cpu), args.tensor_parallel_size or 1
     at_home = _link(args.link, host) is None
     number = max(host.r_workers_per_host, ranks) if at_home else host.r_workers_per_host
@@ -112,12 +112,12 @@ def host_of(args: argparse.Namespace) -> CpuHost:
 
 
 def one_gpu_or_cpu(words: str, multiplies_int8: bool) -> Gpu:
-    """Return the device of an S-worker. For this machine, it may be the CPU."""
+    """Return the GPU that ``words`` describe; for "here" on a machine without a GPU, its CPU."""
     return _gpu(words, multiplies_int8)[0]
 
 
 def one_gpu(words: str) -> Gpu:
-    """Return the GPU of a preset's name, of numbers, or of this machine. Raise ConfigError if this machine has none."""
+    """Return the GPU that ``words`` describe. Raise ConfigError for "here" on a machine without a GPU."""
     gpu, is_gpu = _gpu(words, False)
     if not is_gpu:
         raise ConfigError("gpu: there is no GPU here; name one, or give numbers")
@@ -151,7 +151,7 @@ def _cpu_host(words: str) -> CpuHost:
 
 
 def per_host(args: argparse.Namespace, unless_given: int) -> int:
-    """Return the requested number of R-workers per host."""
+    """Return the requested number of R-workers per host, or ``unless_given``."""
     return unless_given if args.r_workers_per_host is None else args.r_workers_per_host
 
 

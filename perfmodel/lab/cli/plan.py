@@ -1,4 +1,4 @@
-"""``fastdecode plan``: how many R-workers for this model, GPU and workload, and whether they pay at all."""
+"""``fastdecode plan``: how many R-workers a model, GPU and workload need, and whether they are worth their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to ``fastdecode plan``: the plan with its features, the GPU alone, the verdict, and the cost of limits."""
+"""The answer of ``fastdecode plan``: the plan, the same GPU without R-workers, and which of them to choose."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fastdecode.perfmodel.sizing import Plan, Prices
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """A plan compared with the GPU alone. ``found``: figures of the plan's features, by variant name.
-    ``unlimited``: the plan without limits on times per token and to first token; None if the limits cost no throughput.
+    """A plan compared with the GPU alone (without R-workers).
+
+    ``found``: figures of optional features, such as prefill workers, by ``Variant.name``. ``unlimited``: the plan
+    without latency limits; None if the limits cost no throughput.
     """
 
     case: PlanCase
@@ -31,7 +33,7 @@ class PlanAnswer:
 
     @property
     def service(self) -> Service:
-        """What FastDecode's users notice. If the plan has prefill workers, they determine the time to first token."""
+        """Latency, throughput and price of the plan. Prefill workers, if any, determine the time to first token."""
         plan, prefill = self.case.plan, self.found.get("prefill")
         first = plan.ttft_seconds if prefill is None else prefill.ttft_seconds or math.inf
         price = self.prices.per_million_tokens(plan.num_hosts, plan.output_tokens_per_second)
@@ -39,7 +41,7 @@ class PlanAnswer:
 
     @property
     def prices(self) -> Prices:
-        """The given prices. Without a GPU's price: its list price, and the hosts' given or else list price."""
+        """The prices in the flags. Without ``--gpu-price``: list prices, except for a host with ``--cpu-price``."""
         given, listed = self.case.planner.prices, self.case.inputs.list_prices
         if given.gpu_per_hour is not None:
             return given
@@ -53,15 +55,15 @@ class PlanAnswer:
 
     @property
     def alone_service(self) -> Service | None:
-        """What users of the GPU alone notice; None if it was not compared, or cannot run a sequence."""
+        """Latency, throughput and price of the GPU alone; None if it was not compared, or cannot run a sequence."""
         if self.alone is None:
             return None
         return self.alone.service(self.prices.per_million_tokens(0, self.alone.output_tokens_per_second))
 
     @property
     def fewest_alone(self) -> tuple[int, Service] | None:
-        """The fewest compared GPUs that can run a sequence without R-workers; None if the plan's own GPUs can.
-        Their time to the first token is not computed: it is inf.
+        """The fewest compared GPUs that can run a sequence without R-workers, and their service with an infinite TTFT.
+        None if the plan's own GPUs can run a sequence.
         """
         if self.alone_service or self.case.inputs.one_host:
             return None
@@ -85,7 +87,7 @@ def answer_of(args: argparse.Namespace) -> PlanAnswer:
 
 
 def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
-    """Return the plan without limits on users' waiting times, if it has over 1 % more tokens per second."""
+    """Return the plan without latency limits, if it gives over 1 % more tokens per second."""
     if args.mini_batch_size is not None or args.latency_limit is not None:
         return None
     try:
@@ -96,7 +98,7 @@ def _unlimited(args: argparse.Namespace, case: PlanCase) -> Plan | None:
 
 
 def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
-    """Return the object of ``--output-json`` without the figures of features; undetermined figures are null."""
+    """Return the object of ``--output-json`` without the figures in ``PlanAnswer.found``; unknown figures are null."""
     case, alone = answer.case, answer.alone
     unknown = dict.fromkeys(("max_batch_size", "output_tokens_per_second", "step_seconds", "limited_by"))
     gpu_only = {**asdict(alone), **service_figures(answer.alone_service)} if alone else unknown
@@ -127,7 +129,7 @@ def plan_figures(answer: PlanAnswer) -> dict[str, Any]:
 
 
 def service_figures(service: Service | None) -> dict[str, Any]:
-    """Return the figures that users notice, for JSON."""
+    """Return the latency and throughput of ``service`` as a JSON object; {} for None."""
     if service is None:
         return {}
     first = service.ttft_seconds

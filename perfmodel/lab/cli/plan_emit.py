@@ -25,9 +25,9 @@ FORMATS = ("hostfile", "sbatch", "mpirun", "kubernetes", "ray")
 
 
 def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
-    """Return the plan in the requested format. ``found``: figures of its features, by variant name.
+    """Return the plan in the requested format. ``found``: see ``PlanAnswer``.
 
-    With prefill workers, which have hosts of their own, all processes of the job need a key file.
+    Prefill workers run on separate hosts, so with them all processes of the job need a key file.
     """
     args = case.args
     num_prefill_workers = found["prefill"].num_prefill_workers if "prefill" in found else 0
@@ -57,7 +57,7 @@ def emit(case: PlanCase, found: Mapping[str, Any]) -> str:
 
 
 def _check_simple(args: argparse.Namespace, num_prefill_workers: int) -> None:
-    """Raise ConfigError for several ranks, and for prefill workers that the format of ``--emit`` cannot start."""
+    """Raise ConfigError for a plan with several ranks, or with prefill workers, which some formats cannot start."""
     if args.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size: --emit {args.emit} supports one rank only")
     if num_prefill_workers and args.emit in ("kubernetes", "ray"):
@@ -79,12 +79,11 @@ def _pod_plan(case: PlanCase, found: Mapping[str, Any]) -> PodPlan:
 
 
 def _r_cores(args: argparse.Namespace) -> int | None:
-    """Return an R-worker's number of cores; None if the plan does not say."""
     return host_of(args).cores if args.cpu else None
 
 
 def _s_flags(case: PlanCase, found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the S-worker's flags, except the model's, with the values of the plan, its features and its inputs."""
+    """Return the flags, except the model's, that start the S-worker as planned."""
     plan, dtype = case.plan, case.args.kv_cache_dtype
     figures = {
         "--schedule": "sls",
@@ -121,14 +120,13 @@ def _model_path(model: str) -> str:
 
 
 def _kv_cache_memory(case: PlanCase) -> str | None:
-    """Return an R-worker's requested KV memory, else that assumed for a preset host; None without either."""
+    """Return the KV memory of an R-worker: as requested, or the one assumed for a preset host; else None."""
     tokens, kv_bytes = case.planner.capacity_tokens, case.planner.kv_bytes_per_token
     found = str(round(tokens * kv_bytes)) if kv_bytes and tokens < math.inf else None
     return case.args.kv_cache_memory or found
 
 
 def _hosts(plan: Plan) -> Iterator[HostSlots]:
-    """Yield hosts with the R-workers spread evenly."""
     least, more = divmod(plan.num_r_workers, plan.num_hosts)
     for index in range(plan.num_hosts):
         yield HostSlots(f"r-host-{index + 1}", least + (index < more))

@@ -1,4 +1,4 @@
-"""The sentences of ``fastdecode plan``: needs, price, GPU servers without R-workers, and what limits cost."""
+"""The sentences of ``fastdecode plan``: needs, price, GPU servers without R-workers, and throughput lost to limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def asked_limits(case: PlanCase) -> str:
 
 
 def _fewer_alone(answer: PlanAnswer) -> str:
-    """Say how many GPUs hold the weights packed, if the S-worker needs more because it unpacks them."""
+    """Say how many GPUs hold the quantized weights, if the S-worker needs more GPUs because it dequantizes them."""
     server, shape = answer.case.inputs.server, answer.case.inputs.shape
     if not server or not shape or not server.shape.weight_bits or shape.weight_bits:
         return ""
@@ -51,7 +51,7 @@ def _fewer_alone(answer: PlanAnswer) -> str:
 
 
 def _as_many(answer: PlanAnswer) -> str:
-    """Say how many GPU servers without R-workers give the plan's tokens per second, and how many serve its users.
+    """Say how many GPU servers without R-workers match the plan's tokens per second, and how many its number of users.
 
     If one such server cannot run a sequence, say how many GPUs can.
     """
@@ -71,7 +71,7 @@ def _as_many(answer: PlanAnswer) -> str:
 
 
 def _larger_server(answer: PlanAnswer) -> str:
-    """Name a GPU server without R-workers, but with more GPUs, that gives the plan's tokens per second, if compared."""
+    """Name a GPU server without R-workers but with more GPUs that is as fast as the plan, if one was computed."""
     alone, rate = answer.alone_service, answer.service.tokens_per_second
     if not alone or answer.case.inputs.one_host or alone.tokens_per_second >= rate:
         return ""
@@ -90,7 +90,6 @@ def _alone_users(service: Service) -> str:
 
 
 def _cost(answer: PlanAnswer) -> str:
-    """Return the price of a million output tokens with FastDecode, and with the GPU alone."""
     own = answer.service.price_per_million_tokens
     fewest = answer.fewest_alone
     number, alone = fewest or (0, answer.alone_service)
@@ -110,7 +109,7 @@ def _cost(answer: PlanAnswer) -> str:
 
 
 def _owned(answer: PlanAnswer, unit: str) -> str:
-    """Return FastDecode's price if the user owns the hosts; "" if ``--cpu-price`` says so already, or on one host."""
+    """Return the price with hosts that cost nothing because the user owns them; "" if ``--cpu-price`` is given."""
     prices, service = answer.prices, answer.service
     given = answer.case.planner.prices.cpu_host_per_hour
     if answer.case.inputs.one_host or given is not None or prices.gpu_per_hour is None:
@@ -120,6 +119,5 @@ def _owned(answer: PlanAnswer, unit: str) -> str:
 
 
 def _hosts(plan: Plan, name: str) -> str:
-    """Return how many hosts and R-workers a plan needs."""
     hosts = f"{plan.num_hosts} host{'s' * (plan.num_hosts != 1)}{f' ({name})' if name else ''}"
     return f"{hosts} with {plan.total_r_workers} R-worker{'s' * (plan.total_r_workers != 1)}"

@@ -90,7 +90,7 @@ def _title(case: PlanCase) -> str:
 
 
 def _binding(plan: Plan) -> str:
-    """Return what limits R-workers, and by how much."""
+    """Say whether memory reads or arithmetic limit R-workers, and by how much."""
     if plan.r_workers_arithmetic_over_reads is None:
         return ""
     more = plan.r_workers_arithmetic_over_reads
@@ -105,7 +105,7 @@ def _figures(case: PlanCase) -> Iterator[Line]:
     reading = plan.r_worker_bandwidth_gb_per_s
     each = f", each reading {reading:.1f} GB/s of KV" if reading else ""
     each += _binding(plan)
-    # Why the number of R-workers differs from the one that keeps up with the S-worker
+    # Why there are more or fewer R-workers than needed to keep up with the S-worker
     more = plan.num_r_workers > math.ceil(plan.num_r_workers_exact)
     reasons = {"memory": "; more for their memory", "pool": "; as given", BY_LIMITS: "; more for the limits" * more}
     why = "; those of this host" if case.inputs.one_host else reasons.get(plan.r_workers_set_by, "")
@@ -131,7 +131,6 @@ def _bottleneck(plan: Plan) -> str:
 
 
 def _mini_batches(case: PlanCase) -> str:
-    """Say how many mini-batches take turns, and why not another number."""
     plan, tried = case.plan, mini_batch_counts(case.args)
     size = f"{plan.mini_batch_size} sequence{'s' * (plan.mini_batch_size != 1)}"
     turns = f"{plan.num_mini_batches} of {size}, {plan.in_flight} in flight"

@@ -1,4 +1,4 @@
-"""Parts of a planner that all descriptions of machines share."""
+"""Makes a planner from a machine's times, however the flags describe the machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlanInputs:
 
 
 def beside_weights(memory: int, shape: ModelShape) -> int:
-    """Return the bytes of an R-worker's ``memory`` without the weights of K and V that it multiplies with."""
+    """Return the bytes of ``memory`` that the K and V projections of latents, if an R-worker has them, leave free."""
     weights = shape.kv_layout(shape.dtype).weight_bytes
     if memory <= weights:
         raise PlanError(
@@ -75,7 +75,7 @@ def make_planner(
     pair_seconds: float = 0.0,
     overlapped: bool | None = None,
 ) -> Planner:
-    """Return the planner with these times of S-part, R-part and links, for the workload of ``args``."""
+    """Return the planner for the workload of ``args``, with the given times of S-part, R-part and links."""
     workload = asked_workload(args)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype) if shape else None
     share = shape.read_share(kv_dtype, workload.read_share(shape.windows, shape.chunked)) if shape else 1.0
@@ -114,7 +114,7 @@ def asked_state_memory(args: argparse.Namespace) -> int | None:
 
 
 def rank_group(args: argparse.Namespace, gpu: Gpu) -> RankGroup:
-    """Return the ranks with one GPU each, linked by ``--rank-link``, or as the GPU allows."""
+    """Return the tensor-parallel ranks, with one GPU each. Their link is ``--rank-link``, else NVLink or PCIe."""
     link = network_peer_link(parse_link(args.rank_link)) if args.rank_link else gpu_peer_link(gpu)
     return RankGroup(args.tensor_parallel_size, link)
 
@@ -134,10 +134,9 @@ def of_read_rows(
     scan: RPart | None = None,
     state: tuple[float, float] | None = None,
 ) -> RPart:
-    """Return a measured ``r_part``, reduced to the tokens that windows or an index leave to read.
+    """Return ``r_part``, measured with full attention, for layers that read fewer tokens (sliding windows, an index).
 
-    ``scan``: the times to scan an index. ``state``: the seconds of a recurrent layer's call, and of one sequence's
-    state in that call.
+    ``scan``: times to scan an index. ``state``: seconds of a recurrent layer's call, and of one sequence in that call.
     """
     if shape is None:
         return r_part
@@ -156,7 +155,7 @@ def of_read_rows(
 
 
 def asked_workload(args: argparse.Namespace) -> Workload:
-    """Return the flags' workload in the form that the planner takes."""
+    """Return the workload that the flags describe."""
     remote_prompts = getattr(args, "num_prefill_workers", None) is not None
     return Workload(args.seq_len, args.prompt_len, args.output_len_cv, args.shared_prefix_len, remote_prompts)
 

@@ -1,4 +1,6 @@
-"""``fastdecode plan --table``: sessions by context, for the GPU alone, FastDecode, and a streamed cache."""
+"""``fastdecode plan --table``: speed by context length and number of sessions, for three ways to serve them.
+
+The ways are the GPU alone, FastDecode, and a GPU that streams the whole cache from the host in each step."""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ CONTEXTS = (8192, 32768, 131072, 262144)
 class Cell:
     """One way to serve sessions: its time per token, and its throughput if the sessions take turns.
 
-    ``milliseconds``: per token of each session, where memory holds all sessions at once; None where it does not.
-    ``in_turns``: tokens/s of as many sessions as memory holds, while the others wait; 0 where no session fits.
+    ``milliseconds``: per token of each session; None if memory does not hold all sessions at once. ``in_turns``:
+    tokens/s of as many sessions as memory holds, while the other sessions wait; 0 if memory holds none.
     """
 
     milliseconds: float | None = None
@@ -33,9 +35,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The ways to serve ``sessions`` sessions of ``context`` tokens.
-    ``beyond``: the model has no such long contexts.
-    """
+    """The speeds for ``sessions`` sessions of ``context`` tokens. ``beyond``: the model allows no such contexts."""
 
     context: int
     sessions: int
@@ -47,16 +47,16 @@ class Row:
 
 @dataclass(frozen=True)
 class SessionTable:
-    """The rows of the table. ``memory``: a line about the GPU's memory, and one about a host's."""
+    """The rows of the table, and two text lines on the memory of the GPU and of a host (``memory``)."""
 
     rows: tuple[Row, ...]
     memory: str
 
 
 def session_table(args: argparse.Namespace) -> SessionTable:
-    """Return the table, by context and sessions. Raise ConfigError without a GPU, PlanError if nothing can be planned.
+    """Return the table. Raise ConfigError without a GPU.
 
-    A PlanError holds for every context: the GPU's memory, or an R-worker's, is too small.
+    Raise PlanError if the memory of the GPU or of an R-worker is too small, whatever the context.
     """
     args = with_enough_gpus(args)
     longest = named_shape(args.model).max_context if args.model else 0
@@ -81,7 +81,7 @@ def _row(inputs: PlanInputs, server: GpuServer, context: int, sessions: int) -> 
 
 
 def _cell(sessions: int, most: int, step_milliseconds: Callable[[int], float]) -> Cell:
-    """Return the cell of ``sessions`` sessions where memory holds at most ``most`` of them at once."""
+    """Return the speed of ``sessions`` sessions if memory holds at most ``most`` of them at once."""
     if sessions <= most:
         return Cell(step_milliseconds(sessions))
     return Cell(in_turns=most * 1e3 / step_milliseconds(most)) if most else Cell()
@@ -115,7 +115,7 @@ def table_lines(table: SessionTable) -> Iterator[str]:
 
 
 def table_figures(table: SessionTable) -> list[dict[str, float | None]]:
-    """Return the table for JSON: each way's ms per token (None: memory is too small), and its tokens/s in turns."""
+    """Return the table's rows as JSON objects. Each has the fields of three ``Cell``: see there."""
     ways = ("gpu_alone", "fastdecode", "streamed")
     return [
         {"context": row.context, "sessions": row.sessions}
@@ -146,7 +146,6 @@ def _text(row: Row, cell: Cell, memory: str) -> str:
 
 
 def _inputs(args: argparse.Namespace, context: int) -> PlanInputs:
-    """Return inputs for sessions with ``context`` cached tokens."""
     words: dict[str, Any] = {
         "seq_len": context + 1.0,
         "prompt_len": float(context),
@@ -166,7 +165,7 @@ def _inputs(args: argparse.Namespace, context: int) -> PlanInputs:
 
 
 def _fastdecode(inputs: PlanInputs, sessions: int) -> Cell:
-    """Return the cell of FastDecode, with the given R-workers or as many as keep up with the S-worker."""
+    """Return FastDecode's speed, with the given R-workers or as many as keep up with the S-worker."""
     planner = inputs.planner
     given = planner.num_r_workers
     most = sessions
@@ -190,7 +189,7 @@ def _fastdecode_milliseconds(inputs: PlanInputs, sessions: int) -> float:
 
 
 def _streamed(inputs: PlanInputs, server: GpuServer, sessions: int) -> Cell:
-    """Return the cell of a GPU that receives the whole cache over its link while it reads weights."""
+    """Return the speed of a GPU that receives the whole cache over its link in each step, while it reads weights."""
     planner = inputs.planner
     host = planner.capacity_tokens * (planner.kv_bytes_per_token or 0) * planner.r_workers_per_host
     most = sessions if sessions * server.own_kv_bytes <= host else int(host / server.own_kv_bytes)

@@ -1,4 +1,4 @@
-"""The model named by flags of ``plan`` and ``simulate``, and parts of its shape for the planner."""
+"""The model that flags of ``plan`` and ``simulate`` name, and the sizes that follow from its weight format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def named_shape(name: str) -> ModelShape:
 
 
 def asked_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the shape of ``--model`` with the S-worker's weights.
+    """Return the shape of ``--model``, with the weight format that the flags give.
 
-    The flags also set the dtype of states, and whether R-workers absorb latents.
+    The flags also set the dtype of states, where states are, and whether R-workers multiply latents with K and V.
     """
     dtype = args.mamba_ssm_cache_dtype
     shape = replace(named_shape(args.model), weight_bits=_kept_bits(args), multiplies_int8=bool(args.quantization))
@@ -90,7 +90,7 @@ def profiled_shape(args: argparse.Namespace, profile: HardwareProfile) -> ModelS
 
 
 def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[float, float]:
-    """Return the bytes of a token's cache that GPUs alone hold, and the fraction of them that a step reads.
+    """Return the bytes per token that GPUs without R-workers hold, and the fraction of these that a step reads.
 
     The GPUs free tokens outside all windows. They keep tokens that an index did not pick, which a later step may pick.
     """
@@ -101,7 +101,7 @@ def gpu_kv_bytes(shape: ModelShape, kv_dtype: str, read_share: float) -> tuple[f
 def mean_row_bytes(shape: ModelShape, workload: Workload) -> float:
     """Return the mean bytes that a row sends and receives per layer.
 
-    Prompts attend on the S-worker and send only k and v. Prompts of a hybrid attend on R-workers.
+    Prompt rows attend on the S-worker and send only k and v. In models with recurrent layers they attend on R-workers.
     """
     if shape.state:
         return shape.attending_row_bytes

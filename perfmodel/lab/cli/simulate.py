@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search_capacity(inputs: SimulationInputs, slo: Slo) -> float:
-    """Return the highest rate that meets ``slo``; 0 if none does, infinite if there are too few requests to tell."""
+    """Return the most requests per second that meet ``slo``; 0 if no rate does, inf if there are too few requests."""
 
     def meets(rate: float) -> bool:
         requests = inputs.workload.at(rate)
@@ -169,7 +169,7 @@ def simulate(inputs: SimulationInputs, rate: float) -> Simulation:
 
 
 def _shown(bar: tqdm, simulator: Simulator) -> bool:
-    """Update the progress bar. Return False: the simulator asks its callback whether to stop."""
+    """Update the progress bar. Return False, so that the simulator continues."""
     bar.update(simulator.num_finished - bar.n)
     return False
 

@@ -66,7 +66,7 @@ def _listed(args: argparse.Namespace, num_r_workers: int) -> list[WorkerEvent]:
 
 
 def event_report(simulator: Simulator) -> dict[str, Any] | None:
-    """Return the events of a run and their cost; None if none were possible."""
+    """Return the events of a run and their cost; None if the run was started without events."""
     if simulator.interruptions is None:
         return None
     world, pauses = simulator.world, simulator.interruptions.pauses()
@@ -103,7 +103,7 @@ def event_lines(events: dict[str, Any]) -> Iterator[str]:
     )
     if events["given_up_requests"]:
         yield f"Given up, since no R-worker that was left had room: {events['given_up_requests']} requests"
-    if "kept_share" in events:  # the run was repeated without events, and both finished
+    if "kept_share" in events:  # only if a second run without events finished too
         yield (
             f"Output tokens/s: {events['output_tokens_per_second']:.2f} with the events, "
             f"{events['output_tokens_per_second_without']:.2f} without ({events['kept_share']:.3f})"

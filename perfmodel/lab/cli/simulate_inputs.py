@@ -86,7 +86,7 @@ class SimulationInputs:
 
     ``prefill``: predicted times of ``num_prefill_workers`` prefill workers; None without them. ``drafting``: None
     without drafts. ``events``: makes a run's events, the same each time; None without events. ``alone``: the GPU
-    without R-workers, by the plan's equations; None without a named GPU.
+    without R-workers, as ``plan`` computes it; None if no GPU is named.
     """
 
     machine: Machine
@@ -128,7 +128,7 @@ class SimulationInputs:
 
 def read_simulation(args: argparse.Namespace) -> SimulationInputs:
     """Return the inputs of a simulation. A ConfigError names a missing or bad flag."""
-    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # raises the engine's own errors
+    EngineConfig(**{name: getattr(args, name) for name in CHECKED})  # raises for values that the engine refuses
     if args.enable_prefix_caching and args.dataset_name != "random":
         raise ConfigError(f"enable_prefix_caching: dataset {args.dataset_name!r} has lengths, and no tokens to compare")
     if args.num_r_workers is not None and args.num_r_workers < 0:
@@ -146,8 +146,8 @@ def read_simulation(args: argparse.Namespace) -> SimulationInputs:
 def _num_mini_batches(args: argparse.Namespace, workload: SimulatedWorkload) -> int:
     """Return the given number of mini-batches, or the one with the shortest mean step.
 
-    A third mini-batch hides the link to R-workers, and costs the S-worker one more loading of the weights. Return 2
-    with bare numbers, whose T(B) is of one batch size.
+    A third mini-batch hides the link to R-workers, but the S-worker loads the weights a third time per step. Return 2
+    with ``--s-part-seconds``, which is the time of a single batch size.
     """
     if args.num_mini_batches is not None:
         return int(args.num_mini_batches)
@@ -168,7 +168,7 @@ def _mean_step_seconds(args: argparse.Namespace, workload: SimulatedWorkload, nu
     model = planner.step_model(args.num_r_workers or planner.plan(plan_args.mini_batch_size).num_r_workers)
     described, seats = planner.workload, min(args.max_num_seqs, len(workload))
     contexts = np.array([described.mean_context])
-    # Number of contexts, from the prompt's length to the sequence's end, over which steps are averaged
+    # Number of context lengths, from the prompt's to the whole sequence's, whose step times are averaged
     ages = 16
     if SCHEDULES[args.schedule].waves:
         contexts = described.prompt_len + described.output_len * (np.arange(ages) + 0.5) / ages

@@ -1,4 +1,4 @@
-"""The limits of the simulated scheduler, and the workload in the plan's terms."""
+"""The limits of the simulated scheduler, and the workload as flags of ``plan``."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def plan_words(args: argparse.Namespace, workload: SimulatedWorkload) -> dict[st
 
 
 def scratch_tokens_of(inputs: PlanInputs) -> int:
-    """Return how many prompt tokens' keys and values the S-worker holds, in SCRATCH_SHARE of the memory for a cache."""
+    """Return how many prompt tokens' K and V fit in SCRATCH_SHARE of the S-worker's memory beside the weights."""
     if inputs.server is None:
         return UNBOUNDED_TOKENS
     shape = inputs.server.shape
-    if shape.state:  # R-workers compute the prompts of hybrids
+    if shape.state:  # with recurrent layers, prompts attend on R-workers
         return 0
     own_dtype = GpuStepTime(
         shape, inputs.server.gpu, shape.kv_layout(shape.dtype).kv_bytes_per_token, inputs.server.group

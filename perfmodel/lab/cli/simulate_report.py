@@ -24,7 +24,7 @@ from fastdecode.scheduler import SchedulerStatistics
 class Simulation:
     """The outcome of a run. ``elapsed_seconds``: simulated. ``wall_seconds``: the real time of the simulation.
 
-    ``doubled``: second copies made between steps. ``events``: worker events and their cost; None if none were possible.
+    ``doubled``: second copies made between steps. ``events``: worker events and their cost; None without events.
     """
 
     requests: list[SimulatedRequest]
@@ -40,7 +40,7 @@ class Simulation:
 
 
 def simulation_report(simulation: Simulation, inputs: SimulationInputs) -> dict[str, Any]:
-    """Return all keys of ``bench throughput`` except ``config``, and those that only a simulation has."""
+    """Return the report: the keys of ``bench throughput`` except ``config``, and keys that only simulations have."""
     finished = [_output(request) for request in simulation.requests if request.finished]
     run = ThroughputRun(
         simulation.elapsed_seconds, finished, simulation.steps, simulation.statistics, simulation.kv_load_limit

@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row per configuration, and the errors. Refuse a profile of another machine, version or model."""
+    """Print each configuration's prediction error. Refuse a profile of another machine, version or model."""
     check_output_files(args.output_json, plots=(args.plot,))
     if args.num_configurations is not None and args.num_configurations < 1:
         raise ConfigError(f"num_configurations must be at least 1, not {args.num_configurations}")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Configuration], bool]:
-    """Return the requested configurations, and whether an offline run follows."""
+    """Return the requested configurations, and True if a whole workload is measured after them."""
     from fastdecode.perfmodel.lab.measure.rank_calibrator import rank_configurations
     from fastdecode.perfmodel.lab.measure.validation import configurations, range_configurations
 
@@ -107,8 +107,8 @@ def _grid(args: argparse.Namespace, profile: HardwareProfile) -> tuple[list[Conf
 def run_grid(
     measured: Iterable[ValidatedRow], measuring: Validation | None, output_json: str | None, plot: str | None
 ) -> OfflineRun | None:
-    """Measure every row of ``measured``; then let ``measuring``, if any, measure and return an offline run.
-    An error or Ctrl-C leaves the rows measured so far in ``output_json``, since measuring them takes longest.
+    """Measure and write every row of ``measured``; then measure a whole workload with ``measuring``, if given.
+    An error or Ctrl-C leaves the finished rows in ``output_json``, since they take longest.
     """
     rows: list[ValidatedRow] = []
     offline: OfflineRun | None = None

@@ -1,4 +1,4 @@
-"""The flags of ``vllm bench`` that have no counterpart here."""
+"""The flags of ``vllm bench`` that FastDecode ignores or refuses, each with the reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OF_BENCHES = without_effect(
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM's benchmarks that have no counterpart here, after the command's own flags."""
+    """Add the flags of ``vllm bench`` that FastDecode ignores or refuses, after the command's own flags."""
     parser.set_defaults(foreign_flags=add_foreign_flags(parser, OF_BENCHES))
 
 

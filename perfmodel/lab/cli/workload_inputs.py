@@ -1,4 +1,4 @@
-"""The requests of ``fastdecode simulate``: random ones, those of a trace, or of a paper."""
+"""The requests of ``fastdecode simulate``: random, recorded in a trace, or with a paper's distribution of lengths."""
 
 from __future__ import annotations
 

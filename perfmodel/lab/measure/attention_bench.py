@@ -1,4 +1,6 @@
-"""R-worker attention relative to the machine's peaks, measured in turns because a shared machine drifts."""
+"""Measures R-worker attention relative to the machine's peaks.
+
+Calls and peaks are measured in turns, since the speed of a shared machine drifts."""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from fastdecode.perfmodel.lab.measure.attention_shape import AttentionShape
 class AttentionBench:
     """Measures attention calls of an R-worker, one row of figures per shape.
 
-    ``cache_bytes``: of the buffer for the read peak, and of keys and values if the batch size is chosen; well above the
-    last-level cache. ``repeats``: calls per shape.
+    ``cache_bytes``: bytes that are read to find the peak read rate, well above the last-level cache; also of keys and
+    values if no batch size is given. ``repeats``: calls per shape.
     """
 
     def __init__(self, cache_bytes: int, repeats: int, seed: int) -> None:
@@ -39,8 +41,8 @@ class AttentionBench:
     def measure(self, shape: AttentionShape) -> dict[str, Any]:
         """Return one row with the keys of ``bench attention``'s JSON, after one warm-up call.
 
-        A cache of another dtype alternates with a bfloat16 cache, of as many sequences if the batch size is given, else
-        of as many bytes.
+        If ``shape`` has another dtype, a bfloat16 cache is measured in turn with it. Both have the given batch size, or
+        else the same number of bytes.
         """
         peaks = self._peaks_for(shape)
         with ExitStack() as caches:
@@ -55,7 +57,7 @@ class AttentionBench:
         return cache
 
     def _peaks_for(self, shape: AttentionShape) -> _rworker.Peaks:
-        """Return the meter of the machine's peaks for ``shape``. Only one meter is kept, since it holds memory."""
+        """Return an object that measures peaks with the isa and threads of ``shape``; keep only the latest."""
         if self._peaks is None or self._peaks_of != (shape.threads, shape.isa):
             self._peaks = None
             cores = usable_cores()[: shape.threads]
@@ -67,9 +69,10 @@ class AttentionBench:
 
 
 class Samples:
-    """Samples taken in turn: reads, scattered reads, multiply-adds, calls, and calls with a bfloat16 cache.
+    """Rates of reads, scattered reads and multiply-adds, and times of attention with ``cache`` and a bfloat16 cache.
 
-    Reads are measured once more at the end. ``beside``: the bfloat16 cache, which may be ``cache`` itself.
+    They are sampled in turn, ``repeats`` times; reads once more at the end. ``beside``: the bfloat16 cache, perhaps
+    ``cache``.
     """
 
     def __init__(self, peaks: _rworker.Peaks, cache: FilledCache, beside: FilledCache, repeats: int) -> None:
@@ -147,8 +150,8 @@ def _row(cache: FilledCache, beside: FilledCache, samples: Samples, error: float
 class Roofline:
     """The roofline of one call.
 
-    A call reads ``kv_bytes``, and does ``multiply_adds``, one per element of keys and values and query head. The
-    machine reads scattered blocks at ``scattered_read`` GB/s, and does ``mac_peak`` 1e9 multiply-adds per second.
+    A call reads ``kv_bytes``, and does ``multiply_adds``: one per query head and element of a key or value. The machine
+    reads scattered blocks at ``scattered_read`` GB/s, and does ``mac_peak`` 1e9 multiply-adds per second.
     """
 
     kv_bytes: int

@@ -1,4 +1,4 @@
-"""An R-worker with a full cache, whose single layer can be called repeatedly."""
+"""An R-worker with a filled cache and a single layer, whose attention can be called repeatedly."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NO_CONTROLS = np.zeros((0, 4), np.int64)
 class FilledCache:
     """Sequences of random keys and values in scattered blocks, as after some time of serving.
 
-    ``lengths``: tokens per sequence, int64 [batch_size], with the ``q_len`` new tokens of a call. A call leaves the
-    cache unchanged.
+    ``lengths``: tokens per sequence, int64 [batch_size], including the ``q_len`` tokens that a call adds. After each
+    call these tokens are dropped again.
     """
 
     def __init__(self, shape: AttentionShape, lengths: np.ndarray, seed: int) -> None:
@@ -49,8 +49,8 @@ class FilledCache:
         self._spans = self._table((i, length - shape.q_len, shape.q_len, 1) for i, length in enumerate(lengths))
 
     def call(self, q_len: int | None = None) -> tuple[float, float]:
-        """Return the seconds in which a step is begun, and those of its one layer: ``submit`` and ``wait``.
-        ``q_len``: new tokens per sequence, if other than the shape's.
+        """Return the seconds to begin a step, and the seconds of its only layer from ``submit`` to the end of ``wait``.
+        ``q_len``: new tokens per sequence; None: as many as the shape says.
         """
         q_len = self.shape.q_len if q_len is None else q_len
         spans, rows = self._spans.copy(), len(self.lengths) * q_len
@@ -67,8 +67,8 @@ class FilledCache:
     def commit_and_check(self) -> float:
         """Commit the last call's tokens; return the largest relative error of its output o over some sequences.
 
-        The error is norm-wise per row and head, against float64 attention over the stored cache. For an index it is
-        the error of the highest scores, relative to the highest of all.
+        The error is ‖o − exact‖ / ‖exact‖ per row and head, where exact is float64 attention over the stored cache. For
+        an index it is the largest error of the best scores, divided by the best score.
         """
         if self.shape.index_picks:
             return self._commit_and_check_scores()
@@ -81,7 +81,7 @@ class FilledCache:
     def _commit_and_check_scores(self) -> float:
         """Commit the last call's tokens; return the largest relative error of the index's highest scores.
 
-        The spans are marked as tails of longer sequences, for which an R-worker returns the highest scores, encoded.
+        The spans are marked as last ranges of longer sequences, since only for these does an R-worker return scores.
         """
         picks, q_len, spans = self.shape.index_picks, self.shape.q_len, self._spans.copy()
         spans[:, 3] = SpanMode.PARTIAL
@@ -99,7 +99,7 @@ class FilledCache:
         return max(errors)
 
     def _score_error(self, index: int, ranks: np.ndarray) -> float:
-        """Return the error of a sequence's last row. ``ranks``: scores as encoded in `rworker_cpp/src/picks.cpp`."""
+        """Return the largest error of the best scores. ``ranks``: scores encoded as in `rworker_cpp/src/picks.cpp`."""
         shape, row = self.shape, (index + 1) * self.shape.q_len - 1
         keys = self.worker.read_tokens(index, 0)[0][:, 0].astype(np.float64)
         q = from_wire(self._q[row, :, : shape.head_dim], shape.model_dtype).astype(np.float64)
@@ -131,7 +131,7 @@ class FilledCache:
             self._append_block(max(begin, prefix), begin + BLOCK_SIZE)
 
     def _append_block(self, begin: int, end: int) -> None:
-        """Append tokens ``begin`` to ``end`` of every sequence that has them, in a new order each time."""
+        """Append tokens ``begin`` to ``end`` of every sequence that is long enough, in a random order of sequences."""
         pieces = []
         for index in self._rng.permutation(np.flatnonzero(self.lengths - self.shape.q_len > begin)):
             pieces.append((int(index), begin, min(end, int(self.lengths[index]) - self.shape.q_len) - begin))
@@ -163,7 +163,7 @@ class FilledCache:
 
 
 def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
-    """Return the numbers of the sequences to check: first, middle and last, as far as CHECKED_BYTES allow."""
+    """Return the indices of the sequences whose output is checked: first, middle and last, up to CHECKED_BYTES."""
     chosen = list(dict.fromkeys([0, len(lengths) // 2, len(lengths) - 1]))
     token_bytes = shape.layout.layers[0].kv_elements * 4
     spent = np.cumsum(lengths[chosen]) * token_bytes
@@ -171,9 +171,10 @@ def checked_sequences(shape: AttentionShape, lengths: np.ndarray) -> list[int]:
 
 
 def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes: int) -> None:
-    """Raise CapacityError unless caches of these shapes and lengths, and the buffer of the read peak, fit the memory.
+    """Raise CapacityError unless ``caches``, pairs of shape and sequence lengths, fit the memory with ``read_bytes``.
 
-    The memory includes that of checking the first cache against :func:`exact_attention`.
+    ``read_bytes``: the buffer for the peak read rate. Memory for :func:`exact_attention` on the first cache is
+    included.
     """
     shape, lengths = caches[0]
     longest = int(lengths[checked_sequences(shape, lengths)].max())
@@ -187,7 +188,7 @@ def check_memory(caches: Sequence[tuple[AttentionShape, np.ndarray]], read_bytes
 
 
 def _cache_bytes(shape: AttentionShape, lengths: np.ndarray) -> int:
-    """Return the bytes of a FilledCache, with its source rows and the arguments of its calls."""
+    """Return the bytes of a FilledCache, including the random rows that fill it and the arguments of its calls."""
     blocks = _num_blocks(lengths) * _rworker.block_bytes(list(shape.layout.layers), shape.kv_cache_dtype, BLOCK_SIZE)
     rows = len(lengths) * shape.q_len * 2 * (_row_bytes(shape) + shape.num_heads * shape.head_dim * 4)
     return blocks + rows + 4 * PAYLOAD_BYTES

@@ -20,10 +20,7 @@ NO_SPANS = np.zeros(0, SPAN)
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Seconds of one step.
-
-    They are the time to begin and end the step, and per layer, float64 [num_layers], the R-worker's work and the link.
-    """
+    """Seconds of one step: to begin and end it, and each layer's R-worker time and link time, float64 [num_layers]."""
 
     plan_seconds: float
     busy_seconds: np.ndarray
@@ -31,7 +28,7 @@ class CallTimes:
 
 
 class AttentionRig:
-    """The R-workers of ``config`` with sequences of random keys and values; only the first R-worker computes."""
+    """The R-workers of ``config``, the first of which attends to sequences of random keys and values."""
 
     def __init__(self, config: EngineConfig, layout: KVLayout, seed: int = 0) -> None:
         self.layout = layout
@@ -83,7 +80,7 @@ class AttentionRig:
         self.backend.close()
 
     def _append(self, sequence_id: int, num_tokens: int) -> None:
-        # Tokens appended at once while the cache is filled
+        # Tokens appended in one step while the cache is filled
         chunk_rows = 2048
         for begin in range(0, num_tokens, chunk_rows):
             rows = min(chunk_rows, num_tokens - begin)
@@ -105,7 +102,6 @@ class AttentionRig:
         return StepPlan((WorkerPlan(controls, (spans,)), *[idle] * (len(self.r_workers) - 1)))
 
     def _random(self, num_rows: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return random q, k and v of ``num_rows`` rows."""
         q, k, v = (
             to_wire(self._rng.standard_normal((num_rows, *shape), dtype=np.float32), self.layout.model_dtype)
             for shape in self.layout.layers[layer].row_shapes[:3]

@@ -50,12 +50,12 @@ class ContextLen:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One call of one layer.
+    """The sizes of one attention call in one layer.
 
     ``context_len`` includes the ``q_len`` new tokens of each sequence. ``batch_size``: None to choose it.
-    ``shared_prefix_len``: first tokens that all sequences share. ``latent_dim``: values are the first dims of the keys
-    and not stored; 0 means stored values as wide as keys. ``index_picks``: tokens that an index picks; 0 for an
-    attending layer.
+    ``shared_prefix_len``: first tokens that all sequences share. ``latent_dim``: width of a value that is the first
+    part of its key and not stored; 0 means stored values as wide as keys. ``index_picks``: tokens that a
+    sparse-attention index picks; 0 for ordinary attention.
     """
 
     isa: str
@@ -102,7 +102,7 @@ class AttentionShape:
 
     @property
     def beside(self) -> AttentionShape | None:
-        """The shape to compare with: the same with a bfloat16 cache; None if the cache is bfloat16 already."""
+        """This shape with a bfloat16 cache, for comparison; None if the cache is bfloat16 already."""
         return None if self.kv_cache_dtype == "bfloat16" else replace(self, kv_cache_dtype="bfloat16")
 
     @property
@@ -146,7 +146,7 @@ class AttentionShape:
     def multiply_adds_per_token(self) -> int:
         """Multiply-adds of one query token and one cached token over all heads.
 
-        They are for keys and values; an index has no values.
+        They are of key and value; an index has only a key.
         """
         return self._layer.multiply_adds()
 
@@ -169,7 +169,7 @@ class AttentionShape:
 
 
 def sweep(values: Mapping[str, Sequence[Any]]) -> list[AttentionShape]:
-    """Return the cross product of all fields' values. isa and threads change last, since they need a new set-up."""
+    """Return the cross product of all fields' values; isa and threads vary slowest, as each pair needs a set-up."""
     outer = ("isa", "threads")
     names = [*outer, *(field.name for field in fields(AttentionShape) if field.name not in outer)]
     products = itertools.product(*(values[name] for name in names))

@@ -14,12 +14,13 @@ from fastdecode.perfmodel.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """The sizes of a calibration.
+    """The sizes that a calibration measures.
 
-    ``s_threads``, ``r_threads``: of local S-worker and R-workers, each measured alone. ``r_shapes``: (sequences,
-    context). ``links``: "inproc", "spawn" or "host:port". ``rounds``: of each measurement, repeated up to
-    ``most_tries`` times while its anchor's time changes. ``num_ranks``: latents are also measured with one rank's
-    heads. ``contended``: (S threads, R threads) measured together.
+    ``s_threads``, ``r_threads``: of local S-worker and R-workers, each measured alone. ``groups``: query heads per KV
+    head. ``r_shapes``: (sequences, context). ``links``: "inproc", "spawn" or "host:port". ``contended``: (S threads, R
+    threads) measured together. ``rounds``: samples of each measurement, taken again up to ``most_tries`` times while
+    the machine's speed changes. ``num_ranks``: latent attention is also measured with the heads of one of so many
+    ranks.
     """
 
     batch_sizes: tuple[int, ...]
@@ -47,7 +48,7 @@ class CalibrationPlan:
 
     @property
     def num_measurements(self) -> int:
-        """The number of ticks of the progress bar."""
+        """The number of measurements, each one tick of the progress bar."""
         r_workers = len(self.r_threads) if self.is_here else len(self.links)
         r_part = r_workers * len(self.kv_dtypes) * len(self.r_shapes)
         s_part, links = len(self.s_threads) * len(self.batch_sizes), len(self.links) * len(self.message_rows)
@@ -59,7 +60,7 @@ def full_plan(shape: ModelShape, links: tuple[str, ...], on_gpu: bool) -> Calibr
     cores = len(usable_cores())
     threads = tuple(sorted({max(1, cores // 2), cores}))
     here = "inproc" in links
-    # On a CPU the S-worker multiplies matrices in another way above 128 rows; sizes above 256 are not needed there
+    # On a CPU the S-worker uses another matrix product above 128 rows, so sizes lie close around 128
     cpu_batch_sizes = (16, 32, 64, 128, 160, 256)
     gpu_batch_sizes = (16, 64, 128, 256, 512, 1024, 2048, 4096)
     return CalibrationPlan(

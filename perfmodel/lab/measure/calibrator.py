@@ -1,4 +1,4 @@
-"""Calibration: measures real engines and R-workers, shape by shape, into a hardware profile."""
+"""Calibration: measures real engines and R-workers at several sizes, and makes a hardware profile of the times."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class Calibrator:
     def _r_points(
         self, r_worker: str, kv_dtype: str, threads: int | None, anchors: tuple[Anchor, ...]
     ) -> Iterator[RPartPoint]:
-        """Yield measured points of R-workers: attention for each group size, absorbed latents, index scan, states.
-        ``anchors``: none for a remote R-worker, which serves one S-worker at a time.
+        """Yield an R-worker's times: attention by query heads per KV head, absorbed latents, index scans, states.
+        ``anchors``: () for a remote R-worker, since it serves one S-worker at a time.
         """
         shapes = [self.shape.with_kv_heads(self.shape.num_heads // group) for group in self.plan.groups]
         if self.shape.latent and self.plan.num_ranks > 1:

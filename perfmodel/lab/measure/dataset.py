@@ -89,7 +89,7 @@ class RampUp:
             )
 
     def arrivals(self, count: int, burstiness: float, seed: int) -> np.ndarray:
-        """Return the arrival of each request in seconds, with gaps drawn as for ``WorkloadSpec``: float64 [count]."""
+        """Return the arrival of each request in seconds: float64 [count]. ``burstiness``: as in ``WorkloadSpec``."""
         progress = np.arange(count) / max(count - 1, 1)
         growth = self.end_rps - self.start_rps
         rates = self.start_rps + growth * progress
@@ -141,7 +141,7 @@ def _random_items(spec: WorkloadSpec, rng: np.random.Generator, vocab_size: int)
 def _file_items(spec: WorkloadSpec, max_model_len: int, encode: Encode | None) -> list[WorkItem]:
     """Return requests of ShareGPT's JSON, or of JSONL with "prompt" and optional "output_tokens".
 
-    Of ShareGPT's conversations the first turn and its answer are used.
+    Of each ShareGPT conversation, only the first turn and its answer are used.
     """
     if encode is None:
         raise ConfigError(f"dataset {spec.dataset_name!r} holds text, but the tokenizer was not loaded")

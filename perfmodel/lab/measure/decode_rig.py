@@ -28,7 +28,7 @@ class DecodeRig:
     """A real engine from scheduler to sampler, whose caches are filled with random keys and values."""
 
     def __init__(self, config: EngineConfig, backend: AttentionBackend | None = None) -> None:
-        """``config``: with schedule "prefill-first", so that all prompts are cached before any sequence decodes."""
+        """``config`` must have schedule "prefill-first", so that all prompts are cached before any sequence decodes."""
         self.engine = LLMEngine(config, backend)
         self._cores = os.sched_getaffinity(0)
         self._num_requests = 0
@@ -37,9 +37,9 @@ class DecodeRig:
         self, batch_size: int, context_len: int, num_steps: int, s_threads: int | None = None
     ) -> list[StepRecord]:
         """Return ``num_steps`` decode steps of ``batch_size`` sequences, the last over ``context_len`` tokens each.
-        If ``context_len`` exceeds the model's limit, or is too short for so many steps, the nearest possible context is
-        used. The steps run on the cores that this engine chose, even if another engine has changed the thread's cores
-        since then.
+        A ``context_len`` beyond the model's limit, or too short for ``num_steps``, is replaced by the nearest possible
+        one. The steps run on the cores that this engine was created on, even if the thread has been moved to other
+        cores since.
         """
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores)
@@ -60,7 +60,7 @@ class DecodeRig:
         engine.on_step = records.append
         context_len = min(context_len, engine.s_model.max_model_len - 1)
         warm_up_steps = 2
-        before = num_steps + warm_up_steps + 1  # + 1: filling the caches also decodes one token
+        before = num_steps + warm_up_steps + 1  # + 1: the prompt's step yields one token
         ids = self._add(batch_size, max(context_len - before, 1), before + 1)
         try:
             with random_prompts(engine.world):
@@ -100,7 +100,9 @@ ENDLESS_BLOCKS = 1 << 40
 
 
 class InstantBackend:
-    """A single R-worker that keeps nothing; its methods are those of ``AttentionBackend``."""
+    """Stands for an R-worker that returns zeros at once and stores nothing, so that only the S-worker takes time.
+
+    Its methods are those of ``AttentionBackend``."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

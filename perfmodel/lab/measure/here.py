@@ -1,4 +1,4 @@
-"""This machine for a plan, measured in a few seconds: an R-worker's reads, the S-worker's products, the link."""
+"""Measures this machine for a plan in a few seconds: an R-worker's reads, the S-worker's matrix products, the link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED = "measured here"
 
 
 def cpu_here() -> CpuHost:
-    """Measure and return this machine as an R-worker host, by the KV bytes per second that attention reads."""
+    """Time attention on this machine; return it as an R-worker host with the KV bytes per second that were read."""
     threads = len(usable_cores())
     # The timed attention: each head has its own keys and values, so that reading is the limit
     num_heads, head_dim, context = 8, 128, ContextLen(1024, 1024)

@@ -30,7 +30,7 @@ MAX_NUM_SEQS = 48
 
 @dataclass(frozen=True)
 class OfflineRun:
-    """Total seconds, simulated and measured. ``same_schedule``: every step had the same rows and loads."""
+    """A workload's seconds, simulated and measured. ``same_schedule``: all steps had the same rows and KV loads."""
 
     simulated_seconds: float
     measured_seconds: float
@@ -51,8 +51,8 @@ def run_offline(
     threads: int | None = None,
 ) -> OfflineRun:
     """Run and simulate requests of fixed lengths, with the load-stabilizing schedule and the profile's load limit.
-    S-worker and R-worker take turns with ``threads`` threads each (None: one per core). ``anchors``: one of the S-part
-    and one of the R-part, with as many threads; the simulation is scaled by their drift.
+    S-worker and R-worker take turns with ``threads`` threads each (None: one per core). ``anchors``: reference calls of
+    the S-part and of the R-part with as many threads. Simulated times grow by the drift of these calls.
     """
     cores = threads or len(usable_cores())
     engine = LLMEngine(_offline_config(config, cores))
@@ -99,7 +99,6 @@ def _simulated(scheduler: Scheduler, model: StepModel, items: Sequence[WorkItem]
 
 
 def _decisions(steps: Sequence[StepRecord]) -> list[tuple[Any, ...]]:
-    """Return what the scheduler decided in each step, for comparison of two runs."""
     return [(step.num_tokens, step.num_output_tokens, step.kv_loads) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: time per token and price by concurrent users, for FastDecode and the GPU alone."""
+"""Draws a plan: time per token and price over the number of concurrent users, for FastDecode and the GPU alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_POINTS = 24
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the picture: ``users`` at once get a token every ``milliseconds``. ``fits``: memory holds them all."""
+    """A point of the picture: ``milliseconds`` per token with ``users`` users. ``fits``: memory suffices for them."""
 
     users: int
     milliseconds: float

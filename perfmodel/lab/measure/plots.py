@@ -45,7 +45,9 @@ def picture(path: str, *grid: int, **options: Any) -> Iterator[Any]:
 
 
 def typical_decode_step(steps: Sequence[Sequence[Event]], records: Sequence[StepRecord]) -> Sequence[Event]:
-    """Return the overlapped decode step of median duration, except the first; if there is none, a median step."""
+    """Return the decode step of median duration among those with overlapping mini-batches, else among all steps.
+
+    The first step is excluded."""
     typical = [step for step, record in zip(steps, records, strict=True) if record.is_decode and record.overlapped]
     decode = typical[1:] or list(steps)
     median = statistics.median_low([_end(step) - _start(step) for step in decode])
@@ -75,7 +77,7 @@ def plot_timeline(events: Sequence[Event], path: str) -> None:
 
 
 def _first_layers(events: Sequence[Event]) -> list[Event]:
-    """Return the events of the first ``SHOWN_LAYERS`` layers, and waiting and host work until these end."""
+    """Return the events of the first ``SHOWN_LAYERS`` layers, and the waiting and host work before their end."""
     end = max(event.interval.end_seconds for event in events if 0 <= event.interval.layer < SHOWN_LAYERS)
     return [event for event in events if event.interval.layer < SHOWN_LAYERS and event.interval.start_seconds < end]
 
@@ -85,7 +87,7 @@ def _draw(axes: Any, event: Event, row: int, start: float, shown_milliseconds: f
     interval = event.interval
     left, width = (interval.start_seconds - start) * 1e3, (interval.end_seconds - interval.start_seconds) * 1e3
     axes.barh(row, width, left=left, height=0.7, color=_colour(event), edgecolor="white", linewidth=0.4)
-    # Part of the picture's time that a bar needs for its label
+    # Least width of a bar with a label, as a fraction of the picture's
     label_share = 0.018
     wide = width >= label_share * shown_milliseconds
     if wide and interval.state in (MODEL, R_BUSY) and interval.mini_batch >= 0 and interval.layer >= 0:
@@ -155,7 +157,7 @@ def plot_roofline(rows: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def roofline_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[float, float]]:
-    """Return the mean fraction of the roofline by line label and context length. Labels omit what all rows share."""
+    """Return mean fractions of the roofline by line label and context length. Labels name only sizes that vary."""
     # Rows that differ in one of these keys, or in query heads per KV head, belong to different lines
     line_keys = ("isa", "kv_cache_dtype", "head_dim", "threads", "q_len", "shared_prefix_len")
     varying = [key for key in line_keys if len({row[key] for row in rows}) > 1]

@@ -51,9 +51,9 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class PrefillBench:
-    """Measures prefill methods.
+    """Measures ways to compute a prompt on several prefill workers.
 
-    ``profile``: the rates of ``runner``'s workers, and a table for kvr-p if there is one.
+    ``profile``: the speeds of ``runner``'s workers, and optionally the table of cuts for method kvr-p.
     """
 
     runner: PrefillRunner
@@ -79,7 +79,7 @@ class PrefillBench:
                 yield from (self._row(method, parts[method], found) for method, found in runs.items())
 
     def _searched(self, lengths: Sequence[int], count: int, advance: Callable[[], object]) -> dict[int, PartitionEntry]:
-        """Search the best parts of each length for ``count`` workers, if a method needs them; return them by length."""
+        """Search the best cuts of each length for ``count`` workers, if a method needs them; return them by length."""
         if not searches(self.methods, lengths):
             return {}
         entries = {}
@@ -98,7 +98,7 @@ class PrefillBench:
         return {method: parts[method] for method in self.methods}
 
     def _predicted(self, num_tokens: int, count: int, entries: dict[int, PartitionEntry]) -> Parts:
-        """Return the parts for kvr-p: from the profile's table, else from ``entries`` of other lengths, or computed."""
+        """Return kvr-p's parts: by the profile's table, else by other lengths' ``entries``, else by predicted times."""
         known = PartitionTable(self.profile.partitions)
         if not known.knows(count):
             known = PartitionTable([entry for length, entry in entries.items() if length != num_tokens])
@@ -130,8 +130,8 @@ class PrefillBench:
 
 
 def searches(methods: Sequence[str], lengths: Sequence[int]) -> bool:
-    """Return whether a method needs a search for the best parts: kvr-s does, and kvr-p if there are several lengths.
-    Method kvr-p interpolates the parts found for other lengths.
+    """Return whether ``methods`` need searches for the best cuts: kvr-s does, and kvr-p if there are several lengths.
+    Method kvr-p interpolates between the cuts found for other lengths.
     """
     return "kvr-s" in methods or ("kvr-p" in methods and len(lengths) > 1)
 
@@ -169,7 +169,7 @@ def table_lines(rows: Sequence[PrefillRow]) -> Iterator[str]:
 
 
 def _ratios(row: PrefillRow, rows: Sequence[PrefillRow]) -> dict[str, float | None]:
-    """Return the row's median TTFT divided by one worker's, and by TSP's with as many workers; None if unmeasured."""
+    """Return the row's median TTFT relative to one worker's, and to TSP's on as many workers; None if not measured."""
     alike = {(each.method, each.num_workers): each for each in rows if each.prefill_len == row.prefill_len}
     alone, tsp = alike.get((ALONE, 1)), alike.get(("tsp", row.num_workers))
     return {

@@ -17,9 +17,10 @@ from fastdecode.perfmodel.profile import HardwareProfile
 
 @dataclass(frozen=True)
 class PrefillCalibration:
-    """The sizes to measure on prefill workers. ``lengths``: prompt tokens for measuring rates.
-    ``table_lengths``: prompt tokens for which the best partition is searched, for each of ``worker_counts`` above 1.
-    ``rounds``: runs per rate. ``search_rounds``: runs per partition that a search tries.
+    """The sizes to measure on prefill workers. ``lengths``: prompts, in tokens, whose times are measured.
+
+    ``table_lengths``: prompts, in tokens, for which the best cut into parts is searched, for each of ``worker_counts``
+    above 1. ``rounds``: runs per measured time. ``search_rounds``: runs per cut that a search tries.
     """
 
     lengths: tuple[int, ...]
@@ -35,7 +36,7 @@ def calibrate_prefill(
     plan: PrefillCalibration,
     advance: Callable[[], object] = lambda: None,
 ) -> HardwareProfile:
-    """Return ``profile`` with the rates of ``runner``'s prefill workers, and the partition table found on them."""
+    """Return ``profile`` with the times of ``runner``'s prefill workers, and a table of the best cuts found on them."""
     points = measure_rates(runner, plan.lengths, plan.worker_counts, plan.rounds, advance)
     found = replace(profile, prefill=points, partitions=())
     entries = []
@@ -53,9 +54,9 @@ def measure_rates(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[PrefillPoint, ...]:
-    """Measure a whole prompt on one worker alone, and a prompt on each of the first n workers at the same time.
+    """Time a prompt on one worker alone, and one prompt on each of the first n workers at the same time.
 
-    The shortest prompt runs on every worker, for their relative speeds.
+    ``worker_counts``: the numbers n. The shortest prompt runs alone on every worker, for their relative speeds.
     """
     points = []
     for num_tokens in sorted(set(lengths)):
@@ -74,7 +75,7 @@ def measure_rates(
 def search_parts(
     profile: HardwareProfile, runner: PrefillRunner, num_tokens: int, num_workers: int, rounds: int
 ) -> PartitionEntry:
-    """Return the parts that KVR-S finds on the first ``num_workers``, starting from parts that the model balances.
+    """Search the fastest parts of a prompt on the first ``num_workers`` (KVR-S), starting from predicted ones.
 
     The time of a partition is the median of ``rounds`` runs.
     """
@@ -83,9 +84,9 @@ def search_parts(
         return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
 
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
-    # A search moves cuts by at least this many tokens, since noise hides the effect of fewer
+    # A search moves cuts by at least this many tokens, since smaller moves change the time less than noise does
     least_rows = 16
-    # A search moves its cuts by 1/32 of the prompt at first, and by 1/128 at last: it starts near the best cuts
+    # A search moves cuts by 1/32 of the prompt at first and by 1/128 at last. Small moves suffice from a good start
     first_stride, least_stride = 32, 128
     strides = [max(num_tokens // part, least_rows) for part in (least_stride, first_stride)]
     return PartitionEntry(num_tokens, searched(seconds, start, *strides))

@@ -1,4 +1,4 @@
-"""Timed prompts on prefill workers, with any cut, for calibration and ``bench prefill``."""
+"""Times prompts on prefill workers, cut into given parts, for calibration and ``bench prefill``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from fastdecode.engine.engine import LLMEngine
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Seconds from a prompt's arrival to its first token, and the bytes sent.
-
-    The bytes are those of keys and values sent between prefill workers, and to the R-worker.
-    """
+    """Seconds from a prompt's arrival to its first token, and bytes of K and V sent to prefill workers and R-worker."""
 
     seconds: float
     sent_bytes: int
@@ -39,7 +36,7 @@ class PrefillRunner(Protocol):
 
 
 def in_order(parts: Sequence[int], first_worker: int = 0) -> tuple[PrefillPart, ...]:
-    """Return these token counts as parts of consecutive workers from ``first_worker`` on, without empty ones."""
+    """Assign ``parts``, in tokens, to consecutive workers from ``first_worker`` on; leave out parts of 0 tokens."""
     ends = list(itertools.accumulate(parts))
     return tuple(
         PrefillPart(first_worker + index, end - rows, end)
@@ -59,7 +56,7 @@ class GivenParts:
         """Do nothing, since nothing depends on the time."""
 
     def assign(self, num_tokens: int, context_len: int = 0) -> tuple[PrefillPart, ...]:
-        """Return the parts of the next prompt, as they were given."""
+        """Return the given parts of the next prompt."""
         bounds = (context_len, context_len + num_tokens)
         return self.parts[0] if self.parts and (self.parts[0][0].start, self.parts[0][-1].end) == bounds else ()
 
@@ -81,7 +78,7 @@ class GivenParts:
 class LivePrefill:
     """A real engine with the prefill workers of ``config.prefill_workers``; it must be closed.
 
-    It measures prompts of random tokens that sample one token, without other decodes.
+    It runs prompts of random tokens, which end with their first output token, so that nothing else decodes.
     """
 
     def __init__(self, config: EngineConfig, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks on this machine: calibration of their S-part with collectives, and configurations to validate."""
+"""Calibrates tensor-parallel ranks that share this machine, and lists configurations of ranks to validate."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LAYERS = (MANY_LAYERS, FEW_LAYERS)
 
 @dataclass(frozen=True)
 class RankCalibration:
-    """The sizes of a calibration of ranks.
+    """The sizes that a calibration of ``num_ranks`` tensor-parallel ranks measures.
 
-    ``batch_sizes``: of the S-part of ``num_ranks`` ranks. ``rounds``: of SAMPLE_STEPS steps each, repeated up to
-    ``most_tries`` times while the anchor's time changes. The anchor is one rank's S-part on ``anchor_threads`` threads.
-    ``num_engines``: engines for each number of layers in LAYERS, measured in turn.
+    ``rounds``: samples of SAMPLE_STEPS steps per batch size, taken again up to ``most_tries`` times while the machine's
+    speed changes. One rank's S-part on ``anchor_threads`` threads, timed before and after, shows that speed.
+    ``num_engines``: engines started for each number of layers in LAYERS.
     """
 
     num_ranks: int
@@ -50,15 +50,15 @@ class RankCalibration:
 
     @property
     def num_measurements(self) -> int:
-        """The number of ticks of the progress bar."""
+        """The number of measurements, each one tick of the progress bar."""
         return self.num_engines * len(LAYERS) * len(self.batch_sizes)
 
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Seconds per step of ranks, for a model of MANY_LAYERS and one of FEW_LAYERS layers.
-    ``many``, ``few``: float [num_batch_sizes, 2], seconds of the S-part and of the host. ``spread``: the spread of
-    ``many`` over the engines. ``threads``: of each rank's S-worker.
+    """Step times of several ranks, measured with models of MANY_LAYERS (``many``) and FEW_LAYERS (``few``) layers.
+    ``many``, ``few``: float [num_batch_sizes, 2], seconds of the S-part and of the engine's own work. ``spread``:
+    largest minus smallest ``many`` of several engines, relative to the median. ``threads``: of each rank's S-worker.
     """
 
     threads: int
@@ -68,14 +68,14 @@ class RankSeconds:
 
 
 def rank_threads(num_ranks: int) -> int:
-    """Return how many threads each rank's S-worker, and its R-worker, get if ``num_ranks`` share the cores."""
+    """Return the threads of each rank's S-worker, and as many of its R-worker, if ``num_ranks`` share the cores."""
     return max(1, len(usable_cores()) // num_ranks)
 
 
 def calibrate_ranks(
     profile: HardwareProfile, config: EngineConfig, plan: RankCalibration, advance: Callable[[], object]
 ) -> HardwareProfile:
-    """Return ``profile`` with the points of ``plan.num_ranks`` ranks."""
+    """Measure ``plan.num_ranks`` ranks on this machine; return ``profile`` with their times added."""
     return with_rank_points(profile, plan, measure_ranks(profile, config, plan, advance))
 
 
@@ -84,8 +84,8 @@ def measure_ranks(
 ) -> RankSeconds:
     """Run engines of ``plan.num_ranks`` ranks and return the times of their steps.
 
-    A process has one group of ranks at a time. So models of few and of many layers are measured one after the other,
-    each with an anchor that tells the machine's speed.
+    A process can start only one group of ranks at a time. So models of few and of many layers are measured one after
+    the other, and each time is corrected by the machine's speed, which a short reference call shows.
     """
     with closing(DecodeRig(with_layers(measuring(config), MANY_LAYERS), InstantBackend(config.block_size))) as single:
         threads = 1 if single.engine.s_model.on_gpu else rank_threads(plan.num_ranks)
@@ -101,7 +101,7 @@ def measure_ranks(
 
 
 def with_rank_points(profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds) -> HardwareProfile:
-    """Return ``profile`` with the points in ``measured``.
+    """Return ``profile`` with the times in ``measured`` added.
 
     Raise ProfileError if more layers took no longer than fewer.
     """
@@ -123,7 +123,7 @@ def rank_configurations(shape: ModelShape, cores: Sequence[int], num_ranks: int)
 
 
 def _measured(rig: DecodeRig, anchor: Anchor, plan: RankCalibration, advance: Callable[[], object]) -> np.ndarray:
-    """Return S and host seconds of a step, [num_batch_sizes, 2], at the anchor's reference speed."""
+    """Return a step's seconds of S-part and host, [num_batch_sizes, 2], corrected for the machine's drift."""
     rows = []
     for batch_size in plan.batch_sizes:
         steadied = steadily([anchor], partial(_samples, rig, batch_size, plan), plan.most_tries)[0]
@@ -144,7 +144,7 @@ def _samples(rig: DecodeRig, batch_size: int, plan: RankCalibration) -> np.ndarr
 def _points(
     profile: HardwareProfile, plan: RankCalibration, measured: RankSeconds
 ) -> tuple[list[SPartPoint], list[HostPoint]]:
-    """Return S-part and host points of the ranks. Host points exclude the R-workers' fixed cost per step."""
+    """Return the ranks' S-part and host times for the profile. Host times exclude the R-workers' cost per step."""
     s_part, host = [], []
     many, few, spread = measured.many, measured.few, measured.spread
     once, per_row = replace(profile, host=()).step_overhead_seconds("inproc")
@@ -163,7 +163,6 @@ def _points(
 
 
 def _rank_rig(config: EngineConfig, plan: RankCalibration, num_layers: int, threads: int) -> closing[DecodeRig]:
-    """Return an engine with an R-worker in each rank's process, and short sequences."""
     most = max(plan.batch_sizes)
     own = replace(
         with_layers(measuring(config), num_layers), tensor_parallel_size=plan.num_ranks, num_mini_batches=1,

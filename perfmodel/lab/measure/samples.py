@@ -1,4 +1,4 @@
-"""Samples for calibration and validation: rows of seconds from a rig, and their anchors."""
+"""Samples for calibration and validation: step times of a ``DecodeRig`` or ``AttentionRig``, and of reference calls."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def core_list(cores: Sequence[int]) -> str:
 
 
 def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, rounds: int) -> np.ndarray:
-    """Return seconds of a layer, of the rest of the S-part, and of the host, per step, [rounds, 3].
+    """Return a step's seconds of one layer, of the S-part besides layers, and of the host, [rounds, 3].
 
-    A round measures ``few`` layers, then ``many``. After ENOUGH_SECONDS, rounds begin only until there are
-    FEWEST_ROUNDS. A round in which more layers took no longer is repeated, up to MOST_DISTURBED times before a
-    ProfileError.
+    ``few``, ``many``: engines whose models differ only in their number of layers. Each round measures both. After
+    ENOUGH_SECONDS, FEWEST_ROUNDS rounds suffice. A round in which more layers took no longer is repeated. After
+    MOST_DISTURBED such rounds, raise ProfileError.
     """
     rows: list[tuple[float, float, float]] = []
     disturbed = 0
@@ -100,29 +100,29 @@ def s_samples(few: DecodeRig, many: DecodeRig, batch_size: int, threads: int, ro
 
 
 def r_samples(rig: AttentionRig, num_shapes: int, num_steps: int) -> np.ndarray:
-    """Return busy seconds of a layer of each shape, [num_steps, num_shapes].
+    """Return the R-worker's busy seconds for a layer of each shape, [num_steps, num_shapes].
 
-    The rig has the same number of layers of each shape.
+    The layers of ``rig`` have ``num_shapes`` shapes, each the same number of times.
     """
     steps = [rig.step().busy_seconds.reshape(num_shapes, -1).mean(axis=1) for _ in range(num_steps)]
     return np.array(steps)
 
 
 def link_measured(rig: AttentionRig, num_steps: int) -> tuple[Measured, Measured]:
-    """Return two times: on the link to the R-worker and back in all layers, and to begin and end a step."""
+    """Return two times: of one layer's trip to the R-worker and back, and to begin and end a step."""
     steps = [rig.step(BETWEEN_LAYERS_SECONDS) for _ in range(num_steps)]
     ways = np.concatenate([step.link_seconds for step in steps])
     return summary(ways), summary(np.array([step.plan_seconds for step in steps]))
 
 
 def s_anchor_seconds(rig: DecodeRig, threads: int) -> float:
-    """Return the S-part's seconds in a step of ANCHOR_ROWS rows."""
+    """Return the S-part's seconds in a step of ANCHOR_ROWS rows, which show the machine's speed."""
     steps = rig.decode(ANCHOR_ROWS, SHORT_CONTEXT, SAMPLE_STEPS, threads)
     return float(np.median([step.s_seconds for step in steps]))
 
 
 def r_anchor_seconds(rig: AttentionRig) -> float:
-    """Return the seconds of one layer over ANCHOR_SEQUENCES sequences of ANCHOR_CONTEXT tokens."""
+    """Return one layer's seconds over ANCHOR_SEQUENCES of ANCHOR_CONTEXT tokens, which show the machine's speed."""
     rig.rewind(ANCHOR_CONTEXT)
     return float(np.median([np.mean(rig.step().busy_seconds) for _ in range(ANCHOR_STEPS)]))
 
@@ -133,7 +133,7 @@ SEQUENCES, CONTEXT = 32, 1024
 def measure_contention(
     config: EngineConfig, shape: ModelShape, s_threads: int, r_threads: int, rounds: int
 ) -> ContentionPoint:
-    """Measure the S-worker on the first cores and a spawned R-worker on the last: each alone, then both together."""
+    """Time the S-worker on the first cores and a spawned R-worker on the last: each alone, then both together."""
     cores = usable_cores()
     s_cores, r_cores = cores[:s_threads], cores[-r_threads:]
     pinned = replace(config, s_cores=core_list(s_cores), r_cores=core_list(r_cores), s_threads=s_threads)
@@ -159,7 +159,7 @@ def measure_contention(
 
 
 def _round(s_rig: DecodeRig, r_rig: AttentionRig) -> tuple[float, float]:
-    """Measure S-worker and R-worker alone and together; return how many times slower each is together."""
+    """Time S-worker and R-worker alone, then both at once; return how many times slower each is then."""
     r_rig.rewind(CONTEXT)
     s_alone = _s_seconds(s_rig)
     r_alone = _r_seconds(r_rig)

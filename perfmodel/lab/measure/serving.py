@@ -1,6 +1,6 @@
-"""The client of ``bench serve``: sends requests to an OpenAI-compatible server when due, and records the answers.
+"""The client of ``bench serve``: sends requests to an OpenAI-compatible server at given times, and records the answers.
 
-It knows no engine and no torch. The server may be FastDecode's, vLLM's, or any other with the protocol.
+It imports neither engine nor torch. The server may be FastDecode's, vLLM's, or another one.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def session(target: Target) -> aiohttp.ClientSession:
 
 
 async def ask(client: aiohttp.ClientSession, target: Target, item: WorkItem, request: ServedRequest) -> None:
-    """Send one request and follow its stream to the end. A failure is in ``request.error``, and not raised."""
+    """Send one request and read its stream to the end. A failure is stored in ``request.error``, and not raised."""
     request.start_seconds = time.perf_counter()
     try:
         async with client.post(target.url, json=request_body(target, item)) as response:
@@ -201,8 +201,7 @@ async def _follow(response: aiohttp.ClientResponse, request: ServedRequest) -> N
 def _take(chunk: _Chunk, request: ServedRequest) -> bool:
     """Record the stream's ``chunk`` in ``request``; return True if the chunk brought a token.
 
-    A chat's first chunk only names the role. A completion's text may be "", since a token need not complete a
-    character.
+    The first chunk of a chat only names the role. A token may bring the text "", if its character is not yet complete.
     """
     if chunk.usage is not None:
         request.output_len = chunk.usage.completion_tokens or request.output_len

@@ -70,7 +70,7 @@ def serving_report(
     metrics: Sequence[str],
     percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Return all keys of the run itself. Failed requests count only in ``failed``."""
+    """Return the results for the report, without settings. Failed requests count only in ``failed``."""
     good = [request for request in served if not request.error]
     inputs, outputs = (sum(getattr(request, name) for request in good) for name in ("prompt_len", "output_len"))
     tokens_per_second, requests_per_second = _peaks(good)
@@ -130,7 +130,7 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
 
 
 def _peaks(good: Sequence[ServedRequest]) -> tuple[float, int]:
-    """Return the most tokens, and the most concurrent requests, in one second since the first start."""
+    """Return the most tokens, and the most concurrent requests, in any one second of the run."""
     if not good:
         return 0.0, 0
     start = min(request.start_seconds for request in good)
@@ -161,12 +161,11 @@ def table_lines(report: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[s
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield label and key of each row above the latencies."""
     yield "Successful requests", "completed"
     yield "Failed requests", "failed"
     if report.get("max_concurrency") is not None:
         yield "Maximum request concurrency", "max_concurrency"
-    if isinstance(report.get("request_rate"), float):  # an infinite rate is the text "inf", which is no figure
+    if isinstance(report.get("request_rate"), float):  # not the text "inf"
         yield "Request rate configured (RPS)", "request_rate"
     yield "Benchmark duration (s)", "duration"
     yield "Total input tokens", "total_input_tokens"

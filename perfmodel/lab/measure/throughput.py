@@ -36,7 +36,7 @@ def run_throughput(
     engine.world.clock.restart()
     start = time.perf_counter()
     waiting = deque(sorted(enumerate(items), key=lambda pair: pair[1].arrival_seconds))
-    # Steps between changes of mode when overlap is measured: A B A B within one run
+    # Steps before overlap is switched on or off when it is measured: on, off, on, off within one run
     overlap_block_steps = 4
     try:
         while waiting or engine.has_unfinished_requests():
@@ -59,13 +59,13 @@ def run_throughput(
 
 
 def warm_up(engine: LLMEngine, items: Sequence[WorkItem]) -> None:
-    """Run a few requests of the same shapes, so that first-use costs (libraries, page faults) do not count."""
+    """Run a few requests of the same shapes, so that first-use costs (libraries, page faults) are not measured."""
     run_throughput(engine, [WorkItem(item.prompt_token_ids, min(2, item.output_len)) for item in items[:2]])
     engine.reset_prefix_cache()
 
 
 def _add_arrived(engine: LLMEngine, waiting: deque[tuple[int, WorkItem]], start_seconds: float) -> None:
-    """Add the ``waiting`` requests that have arrived to the engine. Times to first token count from arrival."""
+    """Add the ``waiting`` requests whose arrival time has come to the engine. TTFT is measured from that time."""
     now_seconds = time.perf_counter() - start_seconds
     while waiting and waiting[0][1].arrival_seconds <= now_seconds:
         index, item = waiting.popleft()
@@ -118,7 +118,6 @@ def run_baseline(
 def _report(
     batches: Sequence[BatchTimes], prompts: Sequence[list[int]], output_lens: Sequence[int], elapsed: float
 ) -> dict[str, Any]:
-    """Return the report of the requests in the finished ``batches``."""
     count = sum(batch.num_sequences for batch in batches)
     walls = [seconds for batch in batches for seconds in batch.decode_step_seconds]
     decoded = sum(batch.num_sequences * len(batch.decode_step_seconds) for batch in batches)

@@ -26,7 +26,7 @@ class ThroughputRun:
 
 
 def throughput_report(run: ThroughputRun, separate_cores: bool) -> dict[str, Any]:
-    """Return all keys of the run itself; the caller adds ``config`` and ``machine``."""
+    """Return the results for the report; the caller adds ``config`` and ``machine``."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in run.outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     seconds = run.elapsed_seconds
@@ -81,10 +81,11 @@ def decode_figures(walls: Sequence[float], tokens: int) -> dict[str, Any]:
 
 
 def breakdown(steps: Sequence[StepRecord], separate_cores: bool) -> dict[str, Any]:
-    """Return how the decode steps' time divides: s + wait + host = wall.
+    """Return the parts of the decode steps' time: s + wait + host = wall.
 
-    r and transfer are those of the busiest R-worker. ``overlap_efficiency`` = max(s, r) / wall, only if S and R share
-    no core. ``overlap_gain`` = median step time without overlap / with overlap, only if both were run.
+    r and transfer are the times of the busiest R-worker and of its link. ``overlap_efficiency`` = max(s, r) / wall,
+    only if S and R share no core. ``overlap_gain`` = median step time without overlap / with overlap, only if both were
+    run.
     """
     overlapped = [step for step in steps if step.overlapped]
     alone = [step for step in steps if not step.overlapped]
@@ -110,8 +111,8 @@ def steady_figures(
 ) -> dict[str, float | int | None]:
     """Return figures of the steady part of a run.
 
-    The steady part begins as many steps after the first start as the mean output has tokens, and ends when the last
-    request has started.
+    It begins n steps after the first request starts, where n is the mean output length, and ends when the last one
+    starts.
 
     ``imbalance``: the busiest R-worker's time divided by the mean time of present R-workers, averaged over steps.
     ``imbalance_max``: the same ratio in the most uneven step. All figures are zero without a steady part, for example
@@ -171,7 +172,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
     if report["prefill"]["tokens"]:
         prefill = report["prefill"]
         yield f"Prefill: {prefill['tokens']} prompt tokens in {prefill['seconds']:.2f} s of steps with prompts"
-    # A peak above this multiple of the limit was the scheduler's choice; uneven micro-batches exceed the limit by less
+    # Uneven micro-batches exceed the limit by less than this factor; a higher peak was the scheduler's choice
     ripple = 1.1
     if (load := report.get("kv_load")) and load["peak_tokens"]:
         limit = f", limit {load['limit_tokens']}" if load["limit_tokens"] else ""
@@ -200,7 +201,7 @@ def summary_lines(report: dict[str, Any]) -> Iterable[str]:
 
 
 def _steady_lines(report: dict[str, Any]) -> Iterable[str]:
-    """Yield lines with the figures of the run's steady part, and why the whole run's differ, if they do."""
+    """Yield lines on the run's steady part, and, if the whole run was slower or faster, the reason."""
     steady = report.get("steady")
     if not steady or not steady["seconds"]:
         return
@@ -226,7 +227,7 @@ _STATES = ("s_seconds", "wait_seconds", "host_seconds", "wall_seconds")
 
 
 def _by_worker(steps: Sequence[tuple[float, ...]]) -> np.ndarray:
-    """Return sums over steps, float64 [num_workers]. Steps before an R-worker joined count as 0 for it."""
+    """Return each R-worker's sum over steps, float64 [num_workers]. It is 0 for steps before the R-worker joined."""
     columns = list(zip_longest(*steps, fillvalue=0.0))
     return np.array(columns).sum(axis=1) if columns else np.zeros(1)
 
@@ -259,8 +260,8 @@ def full_model_decode(
 ) -> dict[str, float | int]:
     """Return decode figures of ``num_layers`` layers from a run with ``num_layers_run``.
 
-    Every part of the step is scaled by the layers, also the head and host work, so the result is a lower bound on
-    speed. The figures are seconds, and tokens per second.
+    All times are multiplied by ``num_layers / num_layers_run``, even those of head and host, so the result is a lower
+    bound on speed. The figures are seconds, and tokens per second.
     """
     full_step_seconds = step_seconds * num_layers / num_layers_run
     return {

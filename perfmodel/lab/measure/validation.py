@@ -1,4 +1,6 @@
-"""Predicted against measured: real configurations on this machine, with anchors that tell its present speed."""
+"""Compares predicted with measured times of real configurations on this machine.
+
+Short reference calls (anchors) show how fast the machine is at present."""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ GROUPS = (1, 4)
 
 @dataclass(frozen=True)
 class Configuration:
-    """One real run. ``cores``: the S-worker's and all R-workers' cores; None if both take turns on all cores."""
+    """A measured engine's settings. ``cores``: of S-worker and of R-workers; None: they take turns on all cores."""
 
     name: str
     deployment: Deployment
@@ -63,7 +65,7 @@ class Configuration:
 
     @property
     def ranges(self) -> RangeParts:
-        """Range work of one step: queries sent to ranges, and partial results that return."""
+        """One step's additional work for ranges: queries sent, and partial results returned."""
         if self.kv_shard_tokens is None:
             return NO_RANGES
         closed, tail = divmod(self.context_len - 1, self.kv_shard_tokens)
@@ -97,7 +99,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class ValidatedRow:
-    """Predicted and measured times of a configuration. ``…_seconds``: medians of one decode step."""
+    """Predicted and measured times of a configuration. ``…_seconds``: medians over decode steps."""
 
     configuration: Configuration
     predicted_step_seconds: float
@@ -118,7 +120,7 @@ class ValidatedRow:
 
 
 def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Return four ways to divide ``cores``, each with every size of SIZES, with varying KV dtypes and KV heads."""
+    """Return every combination of SIZES and four ways to divide ``cores``, with varying KV dtypes and KV heads."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: some configurations give R-workers cores of their own")
     half = len(cores) // 2
@@ -139,12 +141,12 @@ def configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuratio
 
 
 def kv_head_counts(shape: ModelShape) -> list[int]:
-    """Return the KV head counts in GROUPS that divide the heads of ``shape``."""
+    """Return the numbers of KV heads that give as many query heads per KV head as GROUPS says, where possible."""
     return [shape.num_heads // group for group in GROUPS if shape.num_heads % group == 0]
 
 
 def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Configuration]:
-    """Return configurations with ranges on two R-workers, which take turns on the second half of ``cores``."""
+    """Return configurations with sequences cut into ranges on two R-workers, both on the second half of ``cores``."""
     if len(cores) < 2:
         raise ConfigError("validate needs at least two cores: S-worker and R-workers have separate ones")
     half, heads = len(cores) // 2, kv_head_counts(shape)
@@ -164,10 +166,7 @@ def range_configurations(shape: ModelShape, cores: Sequence[int]) -> list[Config
 
 
 def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], model: ModelShape | None) -> None:
-    """Raise ProfileError if ``profile`` lacks figures for one of ``todo``, or for an offline run of ``model``.
-
-    Nothing is loaded or run.
-    """
+    """Raise ProfileError if ``profile`` lacks times for one of ``todo``, or for a whole workload of ``model``."""
     cores = len(usable_cores())
     if model is not None:
         deployed_step_model(profile, model, model.dtype, Deployment(cores, cores))
@@ -179,7 +178,7 @@ def require_measured(profile: HardwareProfile, todo: Sequence[Configuration], mo
 
 
 class Validation:
-    """Measures configurations in turns with anchors; all configurations have the same anchors."""
+    """Measures configurations, each between two timings of the same short reference calls (anchors)."""
 
     def __init__(self, config: EngineConfig, profile: HardwareProfile) -> None:
         self.profile = profile
@@ -196,9 +195,9 @@ class Validation:
             advance()
 
     def offline(self) -> OfflineRun:
-        """Return the measured and the simulated time of a whole run. S-worker and R-worker take turns on all cores."""
+        """Measure and simulate a whole workload, with S-worker and R-worker in turn on all cores."""
         cores = len(usable_cores())
-        # Number of calls per timing of an anchor, before and after an offline run
+        # Times that each reference call runs before the workload, and again after it
         looks = 4
         anchors = [anchor.averaged(looks) for anchor in (self._s_anchor(cores), self._r_anchor(cores, None))]
         return run_offline(self.config, self.profile, anchors)
@@ -228,7 +227,7 @@ class Validation:
         return self._anchors[key]
 
     def _r_anchor(self, threads: int, cores: tuple[int, ...] | None) -> Anchor:
-        """Return an anchor that times an R-worker with ``threads`` threads on ``cores``."""
+        """Return a reference call: attention of an R-worker with ``threads`` threads on ``cores``."""
         key = ("r", threads)
         if key not in self._anchors:
             layout = self.profile.shape.some_layers(R_LAYERS)
@@ -243,8 +242,8 @@ class Validation:
 
 def validated_row(profile: HardwareProfile, configuration: Configuration, steadied: Sequence[Steadied]) -> ValidatedRow:
     """Return the prediction of ``profile`` together with the measurement.
-    ``steadied``: the measurement, with the S-part's anchor and with the R-part's anchor. Its samples are float [steps,
-    5]: seconds of the step, of the S-part, of the R-part and of the host, and the KV load.
+    ``steadied``: the measurement twice, first with the drift of the S-part, then of the R-part. Its samples are float
+    [steps, 5]: seconds of the step, of the S-part, of the R-part and of the host, and the KV load.
     """
     shape, deployment = _shape(profile, configuration), configuration.deployment
     drift = Drift(steadied[0].drift, steadied[1].drift)

@@ -34,7 +34,6 @@ class SimulatedRequests:
         return len(self._requests)
 
     def __getitem__(self, sequence_id: int) -> TokenSequence:
-        """Return the sequence of a request."""
         return self._sequences[sequence_id]
 
     def expect(self, requests: Sequence[SimulatedRequest]) -> None:

@@ -90,11 +90,9 @@ class SimulatedOutput(Sequence[int]):
         self._tokens, self._request_id = tokens, request_id
 
     def __len__(self) -> int:
-        """Return the number of tokens so far."""
         return self._tokens.count(self._request_id)
 
     def __getitem__(self, place: Any) -> Any:
-        """Return a zero for an index, or a list of zeros for a slice."""
         return ([0] * len(self))[place]
 
     def __eq__(self, other: object) -> bool:

@@ -38,7 +38,8 @@ struct HeadRows {
     std::int64_t in_offset = 0, out_offset = 0;  // elements before the part that is multiplied
 };
 
-/// Multiplies rows of each head by its K or its V. It copies the elements after them (K) or before them (V) unchanged.
+/// Multiplies rows of each head by its K or its V. It copies a row's further elements, which come after the multiplied
+/// ones (K) or before them (V).
 class HeadProductJob final : public LayerJob {
   public:
     HeadProductJob(const Kernels& kernels, int num_threads) : kernels_(kernels), scratch_(num_threads) {}

@@ -9,8 +9,8 @@
 
 namespace rworker {
 
-/// One checksum per block and layer. A checksum counts while its block has not been taken again since. Until `keep` is
-/// called there are none, and every method returns at once.
+/// One checksum per block and layer. A checksum is valid until the pool hands its block out again. Until `keep` is
+/// called there are no checksums, and every method returns at once.
 class BlockChecksums {
   public:
     void keep(std::int64_t num_blocks, std::int64_t num_layers);

@@ -16,7 +16,7 @@ class BlockPool {
 
     std::int64_t num_blocks() const { return std::int64_t(references_.size()); }
     std::int64_t num_free() const { return std::int64_t(free_.size()); }
-    /// How often a block was taken: where this has changed, its data is of another sequence.
+    /// How often a block was taken. If this number has changed, the block holds another sequence's data.
     std::uint32_t lives(std::int32_t block) const { return lives_[block]; }
     bool shared(std::int32_t block) const { return references_[block] > 1; }
     std::int64_t num_shared() const;

@@ -52,7 +52,8 @@ class Incoming {
     void check(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Throws Error unless these rows belong to tokens before `begin`, which the sequence had when it was reserved.
     void check_read(std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Length of the sequence that the tile of `begin` shows: that tile is written once all of it has arrived.
+    /// Returns `end` once all rows of the tile that contains `begin` have arrived, since that tile is then written for
+    /// the whole sequence; until then `begin`.
     std::int64_t length_seen(std::int64_t layer) const;
     /// The incoming tokens of a tile: [first, second).
     std::pair<std::int64_t, std::int64_t> tokens_of(std::int64_t tile) const;

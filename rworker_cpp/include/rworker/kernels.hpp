@@ -23,7 +23,7 @@ constexpr int kMaxChunkTokens = 128;  // chunk of integer codes, whose sums have
 constexpr int kSplitTokens =
     512;  // sequences are cut at multiples of this, so that results do not depend on other sequences
 constexpr int kBlockRows = 64;  // query rows that read a split together
-constexpr int kMaxHeadDim = 1088;  // of latent rows: 1,024 dims and 64 rotated ones
+constexpr int kMaxHeadDim = 1088;  // the longest rows are latent: 1,024 dims and 64 rotated ones
 constexpr int kMaxQuantizedHeadDim = 512;  // integer sums of more products could overflow
 constexpr int kStreams = 8;  // pages read side by side where memory is scattered
 constexpr int kGroupDims = 64;  // dims of a token and head that share an int4 scale and zero
@@ -84,8 +84,9 @@ constexpr int64_t open_tile_offset(int64_t key_dim) {
     return kBlockRows * ((key_dim + 15) / 16 * 16 + kMaxChunkTokens);
 }
 
-/// Layout of a tile kernel's scratch, in floats from a multiple of 64 bytes on. Its chunks are longer, so that the
-/// eight streams of the next chunk are pages; they are still longer where a token has fewer bytes.
+/// Layout of a tile kernel's scratch: offsets in floats from a multiple of 64 bytes. Chunks are longer than in other
+/// kernels, so that each of the eight streams that prefetch the next chunk reads a page; fewer bytes per token make
+/// them longer still.
 struct TileScratch {
     int chunk_tokens;
     int64_t score_stride, scores, weights, outputs, sums, open_keys, key_tails, values, end;  // queries are at 0
@@ -110,7 +111,7 @@ constexpr int64_t scratch_floats(int64_t key_dim, int64_t value_dim) {
     const int64_t open_tile = kTileTokens * ((key_dim + 15) / 16 * 16 + key_words_of(key_dim));
     const int64_t attend = open_tile_offset(key_dim) + open_tile, values = (value_dim + 15) / 16 * 16;
     const int64_t most = attend > values ? attend : values;
-    const int64_t tiles = 16 + TileScratch(DType::int8, key_dim, value_dim).end;  // the longer chunks
+    const int64_t tiles = 16 + TileScratch(DType::int8, key_dim, value_dim).end;  // int8 has the longest chunks
     return most > tiles ? most : tiles;
 }
 
@@ -127,7 +128,7 @@ constexpr int64_t node_floats(int64_t value_dim) { return 2 + value_dim; }
 struct TokenRow {
     int64_t position;
     int32_t payload_row;  // in q and out
-    int32_t span;         // whose finished pieces are counted
+    int32_t span;         // index of the token's span, whose finished pieces are counted
     int64_t partials;     // index of its partial result in split 0, whether or not it has one; the next splits follow
     int64_t first_seen;   // it sees the tokens from this one up to itself
 };

@@ -36,7 +36,7 @@ struct LayerSpec : LayerNumbers {
     std::int64_t sent_value_dim() const { return absorbs() ? latent()->out_dim : value_dim; }
     /// Heads of an index layer that pick separately.
     std::int64_t pick_heads() const { return weighs_heads() ? 1 : num_heads; }
-    /// Heads in a row of partial results. In an index layer these are ranks of `picks` scores, 4 bytes each.
+    /// Heads in a row of partial results. An index layer's partial results are ranks of `picks` scores, 4 bytes each.
     std::int64_t partial_heads() const { return index() ? pick_heads() : num_heads; }
     std::int64_t partial_floats() const { return index() ? index()->picks : node_floats(sent_value_dim()); }
     /// True where single tokens are read: then each key stays in one piece, so that full tiles have the layout of the

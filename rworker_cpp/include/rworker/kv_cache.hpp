@@ -36,7 +36,7 @@ struct Sequence {
     KeptRows kept = {}, coming = {};              // rows that its state still lacks; those of the open step
     KeptRows spare = {};                          // memory for such rows of the next step
     std::int64_t first_kept = 0, num_kept = 0;    // the rows of `kept` that a truncate left
-    bool kept_lone = false, coming_lone = false;  // single attending row: it left the matrix product's input
+    bool kept_lone = false, coming_lone = false;  // one attending row, of which key and matrix input are kept
     bool state_spoilt = false;                    // by an abandoned step
     std::int64_t state_base = 0;  // tokens before the sequence's first that its state covers: of earlier segments
     std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
@@ -92,7 +92,7 @@ class KVCache {
     void check_read(const Span& span) const;
     /// Throws UnknownSequence.
     const Sequence& sequence(std::int64_t sequence_id) const;
-    /// The same. Throws Error also where the sequence is incoming.
+    /// Like `sequence`, but throws Error also if the sequence is incoming.
     const Sequence& whole_sequence(std::int64_t sequence_id) const;
     std::vector<std::int64_t> sequence_ids() const;  // ascending
     std::vector<std::int64_t> incoming_ids() const;  // of sequences that are incoming, ascending
@@ -102,14 +102,15 @@ class KVCache {
     /// class may.
     void check_store(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
     /// Stores rows of an incoming sequence as `append` does, in any order, each row once. Controls that open, commit or
-    /// release incoming sequences wait at most for one slice of it. They may end it with UnknownSequence.
+    /// release incoming sequences wait for one slice of rows at most. They may end this call with UnknownSequence.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows, const AppendKernel* append);
     /// Stores the state of an incoming sequence after all its tokens, in one layer: the bytes that `export_sequence`
     /// writes for that layer.
     void store_state(std::int64_t job_id, std::int64_t layer, std::span<const std::uint8_t> data);
-    /// The same check for reading tokens that an incoming sequence has from the sequence it was forked from.
+    /// Throws Error, or UnknownSequence for the job, unless these tokens may be read, which an incoming sequence has
+    /// from the sequence that it was forked from.
     void check_read(std::int64_t job_id, std::int64_t layer, std::int64_t start, std::int64_t num_rows) const;
-    /// Reads such rows as they are stored. Controls wait for it and may end it, as with `store`.
+    /// Reads these tokens' rows as they are stored. As with `store`, controls may wait for a slice or end the call.
     void read_prefix(std::int64_t job_id, std::int64_t layer, const OutgoingRows& rows) const;
     std::int64_t num_incoming() const;
 
@@ -124,8 +125,9 @@ class KVCache {
     std::int64_t sequence_bytes(std::int64_t num_tokens) const;
     /// Bytes of one token in one layer.
     std::int64_t token_bytes(std::int64_t layer) const;
-    /// Exports all tokens of one layer of a sequence, those of the open step included, as `export_sequence` does.
-    void export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const;
+    /// Exports all tokens of one layer of a sequence, those of the open step included, as `export_sequence` does. With
+    /// `as_blocks`, full blocks come first, as `export_blocks` does, and then the tokens of the last block.
+    void export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const;
     /// Keeps, from now on, a checksum of every full block in every layer. Call it before the first step.
     void keep_checksums();
     /// Returns the first of the full blocks of a sequence's first `num_tokens` tokens that differs from its checksum in
@@ -139,7 +141,7 @@ class KVCache {
     void export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens, std::uint8_t* out) const;
     /// Throws Error unless the sequence has these tokens.
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
-    /// True where a sequence's unspoilt state is, or can be advanced to, that after `num_tokens` tokens.
+    /// True if a sequence's state is valid, and is or can be advanced to the state after `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
     /// Bytes that `export_sequence` writes for the state after `num_tokens` tokens, which is the state itself and, for a
     /// later segment of a sequence, the number of tokens before that segment; 0 without this state.
@@ -236,7 +238,7 @@ class KVCache {
     std::vector<BlockEdit> edits_;                                          // in their order
     std::vector<std::int64_t> grown_;                                       // sequence ids of the spans
     std::unordered_map<std::int64_t, Incoming> opened_;                     // jobs that the controls opened
-    std::vector<std::int64_t> closed_;                                      // jobs that they committed or released
+    std::vector<std::int64_t> closed_;                                      // jobs that controls committed or released
     std::size_t log_size_after_controls_ = 0;
 };
 

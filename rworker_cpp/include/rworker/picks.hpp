@@ -18,7 +18,7 @@ struct PickedTokens {
     PickedTokens(std::int64_t num_seen, std::int64_t num_stored) : seen(num_seen), stored(num_stored) {}
     /// For a query at `position` in a sequence with `end` stored tokens.
     PickedTokens(const Index& index, std::int64_t position, std::int64_t end);
-    /// The same in a range that holds `count` of the query's picks, tokens or blocks.
+    /// For a range of a sequence. It holds `count` of the query's picks, which are tokens or blocks.
     PickedTokens(const Index& index, std::int64_t position, std::int64_t end, std::int64_t count);
 };
 
@@ -41,16 +41,16 @@ class Picks {
     /// Picks for a query at `position` by its scores, [token] or [split][head][block] (see Kernels::score), `stride`
     /// floats from split to split. Of equal scores, the earlier one is picked.
     void pick(std::int64_t query, std::int64_t position, const float* scores, std::int64_t stride);
-    /// The same in a range of `end` tokens. `position`, counted from the range's first token, may lie after the range.
-    /// It writes the ranks of the best scores here as [head][picks of the index], then zeros. `share` later says how
-    /// many of them count.
+    /// Ranks the scores in a range of `end` tokens. `position`, counted from the range's first token, may lie after the
+    /// range. It writes the ranks of the range's best scores as [head][picks of the index], then zeros. `share` later
+    /// says how many of them are picked.
     void rank(std::int64_t query, std::int64_t position, std::int64_t end, const float* scores, std::int64_t stride,
               std::uint32_t* ranks);
-    /// Sets the number of picks of such a query: counts [head] of its best. Returns false, and changes nothing, for
-    /// impossible counts.
+    /// `share` sets how many of a ranked query's best scores in this range are picked: counts [head]. `fits` returns
+    /// false for impossible counts.
     bool fits(std::int64_t query, const std::int32_t* counts) const;
     void share(std::int64_t query, const std::int32_t* counts);
-    /// What such a query, or one of its heads, reads in this range.
+    /// Returns the tokens that a ranked query, or one of its heads, reads in this range.
     PickedTokens shared(std::int64_t query, std::int64_t head) const;
     /// The picks of a query, or of one of its heads, ascending: positions of tokens, or numbers of blocks.
     const std::int32_t* of(std::int64_t query, std::int64_t head) const {
@@ -78,7 +78,7 @@ class PickedRows {
     /// Returns a view of tokens [begin, end) of `picks`, copied from `view`. `begin` is the first token of a split.
     HeadView gather(const HeadView& view, const LayerSpec& layer, DType dtype, const std::int32_t* picks,
                     std::int64_t begin, std::int64_t end);
-    /// The same for blocks, which are read in place. `next` gets the blocks that are read after them.
+    /// Like `gather`, for picked blocks, which are read in place. `next` gets the blocks that are read after them.
     HeadView table(const HeadView& view, std::int64_t pick_block, std::int64_t block_size, const std::int32_t* picks,
                    std::int64_t begin, std::int64_t end, bool next = false);
 

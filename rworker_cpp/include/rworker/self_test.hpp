@@ -13,8 +13,8 @@ namespace rworker {
 /// rounding of the cache's dtype.
 std::string find_difference(const Kernels& tested, const Kernels& oracle);
 
-/// The same for an instruction set against the scalar path. The text names what to use instead; empty if all is well.
-/// Throws Error for an unknown `isa`.
+/// Compares instruction set `isa` with the scalar path. Returns a text that names what to use instead, or "" if they
+/// agree. Throws Error for an unknown `isa`.
 std::string self_test(const std::string& isa);
 
 }  // namespace rworker

@@ -49,7 +49,7 @@ class StateJob final : public LayerJob {
         std::int64_t first_kept, num_kept;
         std::uint8_t* coming;  // where the rows are kept if they do not advance the state now; or null
         bool attends;          // false where the arriving rows have no place for outputs
-        bool is_pending;       // the one row that the state lacks left the input of the matrix product
+        bool is_pending;       // the state lacks one row, of which key and matrix input are kept
     };
     struct Aside;
     /// Where the state of an item's head lies: rows of windows and, where needed, rows of the matrix.

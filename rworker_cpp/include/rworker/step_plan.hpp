@@ -31,7 +31,7 @@ struct PlannedSpan {
 
     bool attends() const { return mode != SpanMode::append; }
     bool stores() const { return mode < SpanMode::read; }
-    /// Only such a span's partial results stay with one thread: its only split holds new tokens, so it is not shared.
+    /// True if one thread computes the whole span: its only split holds new tokens, so no other span reads that split.
     bool one_unit() const { return num_splits == 1 && mode != SpanMode::read && !is_cut; }
 };
 

@@ -68,8 +68,8 @@ void check_order(std::span<const std::vector<Span>> mini_batches);
 class AttentionJob;
 class StateJob;
 
-/// One thread calls it, except `store`, `read_prefix` and the checks of `cache()` before these. Every mistake throws an
-/// Error and leaves the worker unchanged.
+/// Only one thread may call its methods. Exceptions: `store`, `read_prefix`, and the checks of `cache()` before these.
+/// Every mistake throws an Error and leaves the worker unchanged.
 class Worker {
   public:
     explicit Worker(WorkerConfig config);
@@ -145,8 +145,8 @@ class Worker {
     /// Computes the attention of one stored row again, bit for bit as in its step. Nothing is stored.
     void attend_again(const Again& asked, const void* query, void* out, float* partials);
     /// Exports one layer of all tokens of a sequence, those of the open step included.
-    std::int64_t layer_bytes(std::int64_t sequence_id, std::int64_t layer) const;
-    void export_layer(std::int64_t sequence_id, std::int64_t layer, std::uint8_t* out) const;
+    std::int64_t layer_bytes(std::int64_t sequence_id, std::int64_t layer, bool as_blocks) const;
+    void export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const;
     void keep_checksums() { cache_.keep_checksums(); }
     Statistics statistics() const;
 

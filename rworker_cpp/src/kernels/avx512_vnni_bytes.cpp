@@ -1,5 +1,5 @@
 #include "kernels/tile_softmax.hpp"
-// above: exp2_nonpositive
+// tile_softmax.hpp defines exp2_nonpositive, which attend_bytes.hpp needs
 #include "kernels/attend_bytes.hpp"
 #include "kernels/lanes_avx512_vnni.hpp"
 

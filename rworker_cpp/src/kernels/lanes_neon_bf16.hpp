@@ -37,7 +37,7 @@ struct NeonBf16 : NeonDot {
     static vec add_low_halves(vec sum, ivec a, uint32x2_t b) {
         return vfmlalq_lane_low_f16(sum, vreinterpretq_f16_u32(a), vreinterpret_f16_u32(b), 0);
     }
-    /// sum + the last four of them times it.
+    /// sum + the last four of eight halves times the half that pack_halves stored.
     static vec add_high_halves(vec sum, ivec a, uint32x2_t b) {
         return vfmlalq_lane_high_f16(sum, vreinterpretq_f16_u32(a), vreinterpret_f16_u32(b), 0);
     }

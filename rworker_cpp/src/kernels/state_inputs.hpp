@@ -38,7 +38,7 @@ class Ahead {
         return int(lines);
     }
 
-    /// Called in the last of several tokens.
+    /// Begins to prefetch. Of several tokens, only the last one calls it.
     void begin() {
         if (end_ == end_of_all_) return;
         end_ = end_of_all_;

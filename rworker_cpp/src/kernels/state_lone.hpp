@@ -37,7 +37,7 @@ struct Taking {
     const float *k, *a, *t;
 };
 
-/// What is read after it. delta: sum += S'k and out += S'q; scan: out += (a S + k t')'q.
+/// What is read after the update. delta: sum += S'k and out += S'q; scan: out += (a S + k t')'q.
 struct Reading {
     const float *k, *q, *a, *t;
     float *sum, *out;

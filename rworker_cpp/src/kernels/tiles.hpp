@@ -10,9 +10,9 @@
 namespace {
 
 constexpr int kSumTiles = 4, kRowTile = 4, kFirstCacheTile = 5, kCacheTiles = 3;
-constexpr int kTileRows = 16;     // at most
+constexpr int kTileRows = 16;     // most rows of a tile
 constexpr int kTileLine = 64;     // bytes of a tile's row
-constexpr int kTileBytes = 1024;  // of 16 rows
+constexpr int kTileBytes = 1024;  // bytes of a tile with 16 rows
 
 /// Compilers may assume that loading a tile reads no memory (g++ 12 has no clobber there). This makes them finish
 /// earlier stores first.

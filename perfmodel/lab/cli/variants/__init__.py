@@ -24,7 +24,7 @@ VARIANTS: tuple[Variant[Any], ...] = (
 
 
 def examine(case: PlanCase) -> tuple[PlanCase, dict[str, Any]]:
-    """Return the case planned with all features, and the figures of each requested feature by its name."""
+    """Plan ``case`` again with the cost of all features; return the new case, and each feature's figures by name."""
     found: dict[str, Any] = {}
     for variant in VARIANTS:
         figures = variant.figures(case)

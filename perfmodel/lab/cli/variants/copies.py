@@ -18,7 +18,7 @@ RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class CopiesNeed:
-    """Figures of a plan with some number of copies. ``memory_r_workers``: R-workers for memory alone."""
+    """Figures of a plan with one or two copies of each sequence. ``memory_r_workers``: enough to hold these copies."""
 
     num_r_workers: int
     memory_r_workers: int
@@ -32,11 +32,11 @@ class ReplicaPlan:
     """Plans with one and with two copies of each sequence. ``kv_replicas``: the chosen number of copies.
 
     ``one``, ``two``: the plans; ``lacks``: why there is no plan with two. ``link_growth``: growth of the bytes to
-    R-workers; None if the model is unknown. A lost R-worker leaves ``speed_after_loss`` of the speed; None if it was
-    the only one. With one copy, ``lost_sequences`` stop until ``recomputed_tokens`` are recomputed, which takes the
-    S-worker at least ``recompute_seconds``; with two copies these are 0. ``lost_tokens_per_second_at_one_hour``: output
-    tokens per second that losses cost if each R-worker is lost once an hour on average, and replaced after
-    ``RESTART_SECONDS``. An MTBF of h hours costs one h-th of that.
+    R-workers; None if the model is unknown. ``speed_after_loss``: tokens per second with one R-worker less, as a
+    fraction; None if there was only one. With one copy, ``lost_sequences`` stop until ``recomputed_tokens`` are
+    recomputed, which takes the S-worker at least ``recompute_seconds``; with two copies these three are 0.
+    ``lost_tokens_per_second_at_one_hour``: output tokens per second that losses cost if each R-worker is lost once an
+    hour on average, and replaced after ``RESTART_SECONDS``. An MTBF of h hours costs one h-th of that.
     """
 
     kv_replicas: int
@@ -82,7 +82,7 @@ class CopyVariant(Variant[ReplicaPlan]):
         )
 
     def lines(self, case: PlanCase, figures: ReplicaPlan) -> Iterator[Line]:
-        """Yield the cost of two copies, and of a loss; nothing on one host, which is lost as a whole."""
+        """Yield the cost of two copies, and of a lost R-worker; nothing on one host, which fails as a whole."""
         if case.inputs.one_host:
             return
         yield "copies", _cost(figures)
@@ -101,7 +101,7 @@ class CopyVariant(Variant[ReplicaPlan]):
 
 def _need(case: PlanCase, kv_replicas: int) -> CopiesNeed:
     planner = replace(case.planner, placing=replace(case.planner.placing, copies=kv_replicas))
-    if case.plan.r_workers_set_by == BY_LIMITS:  # keep this number, unless copies need more memory
+    if case.plan.r_workers_set_by == BY_LIMITS:  # keep the plan's R-workers, unless copies need more memory
         enough = max(case.plan.num_r_workers, planner.memory_r_workers(case.plan.in_flight))
         planner = replace(planner, num_r_workers=enough)
     plan = planner.plan(case.plan.mini_batch_size)
@@ -138,7 +138,7 @@ def _lost_in_an_hour(plan: Plan, recompute_seconds: float, speed_after_loss: flo
 
 
 def _speed_after_loss(case: PlanCase) -> float | None:
-    """Return the part of the tokens per second that remains with one R-worker less and the same sequences."""
+    """Return the tokens per second with one R-worker less and the same sequences, as a fraction of the plan's."""
     if case.plan.num_r_workers == 1:
         return None
     left = case.planner.candidate(case.plan.mini_batch_size, case.plan.num_r_workers - 1)

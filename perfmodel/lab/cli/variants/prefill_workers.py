@@ -39,7 +39,7 @@ def add_prefill_flags(group: Any, automatic: bool) -> None:
 
 
 def prefill_forecast(args: argparse.Namespace) -> Forecast | None:
-    """Return the forecast of prefill workers; None without them.
+    """Return an object that predicts the times of prefill workers; None without prefill workers.
 
     Raise ConfigError or ProfileError if their speed is unknown.
     """
@@ -67,7 +67,7 @@ def _measured(args: argparse.Namespace) -> Forecast:
 
 
 def _count(text: str) -> int | None:
-    """Return the number of prefill workers in ``text``; None for 0."""
+    """Parse the number of prefill workers; return None for 0."""
     if not (text.isascii() and text.isdigit()) or len(text) > 6:
         raise argparse.ArgumentTypeError(f"must be a whole number of prefill workers, not {text!r}")
     return int(text) or None
@@ -105,7 +105,7 @@ class PrefillVariant(Variant[PrefillPlan]):
     name = "prefill"
 
     def figures(self, case: PlanCase) -> PrefillPlan | None:
-        """Return the plan with the requested workers, or with the fewest that are at most ``MOST_BUSY`` busy."""
+        """Plan the requested workers, or the fewest that compute at most a fraction ``MOST_BUSY`` of the time."""
         forecast = prefill_forecast(case.args)
         if forecast is None:
             return None
@@ -127,7 +127,7 @@ class PrefillVariant(Variant[PrefillPlan]):
 
 
 def _plan(case: PlanCase, model: PrefillTimes, num_workers: int | None) -> PrefillPlan:
-    """Return the plan of the workers. Prompts arrive at random, and wait as in Sakasegawa's approximation of M/D/n.
+    """Plan the prefill workers. Prompts arrive at random, and queue as in Sakasegawa's approximation of M/D/n.
 
     The engine notices a computed prompt between two steps, which adds half a step.
     """

@@ -47,7 +47,7 @@ class RangeVariant(Variant[RangePlan]):
         asked: int | None = case.args.kv_shard_tokens
         config = EngineConfig(kv_shard_tokens=asked, speculative_config=case.args.speculative_config)
         longest, block_size = math.ceil(planner.workload.seq_len), config.block_size
-        # KV blocks of an R-worker if the number is unknown
+        # KV blocks of an R-worker whose memory is unknown: more than any sequence needs
         unbounded_blocks = 1 << 40
         blocks = unbounded_blocks if math.isinf(capacity) else int(capacity) // block_size
         balanced = planner.step_model(count).balanced_kv_tokens_each(case.plan.in_flight)
@@ -85,5 +85,5 @@ class RangeVariant(Variant[RangePlan]):
         yield "ranges", f"of {figures.kv_shard_tokens} tokens (--kv-shard-tokens): {why[figures.reason]}"
 
     def s_flags(self, case: PlanCase, figures: RangePlan) -> dict[str, object]:
-        """Return ``--kv-shard-tokens`` with the plan's value; the engine alone might choose another."""
+        """Return ``--kv-shard-tokens`` with the plan's value, since the engine's default might be another one."""
         return {"--kv-shard-tokens": figures.kv_shard_tokens} if figures.kv_shard_tokens else {}

@@ -19,7 +19,7 @@ COMPARED = (1, 2, 4)
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Main figures of a plan with ``tensor_parallel_size`` ranks; all 0 if there is none, and ``lacks`` says why.
+    """Main figures of a plan with ``tensor_parallel_size`` ranks. All are 0 if no plan exists; ``lacks`` says why.
 
     ``alone_…``: figures of as many GPUs without R-workers, within the same limits.
     """
@@ -47,15 +47,15 @@ class RankPlan:
 
 
 class RankVariant(Variant[tuple[RankPlan, ...]]):
-    """Ranks that share the model (``--tensor-parallel-size``). The mini-batch is chosen for each count."""
+    """Plans by the number of ranks that share the model (``--tensor-parallel-size``), each with its best mini-batch."""
 
     name = "tensor_parallel"
 
     def figures(self, case: PlanCase) -> tuple[RankPlan, ...]:
         """Return plans with the numbers of ranks in COMPARED, and with the requested number.
 
-        Return none without a named GPU and model, since only these give the times of other numbers of ranks. Return
-        none on one host, whose number of GPUs is fixed.
+        Return () without a named GPU and model, which give the times of other numbers of ranks. Return () on one host,
+        whose number of GPUs is fixed.
         """
         args = case.args
         if not (args.gpu and args.model) or args.profile or case.inputs.one_host:
@@ -65,7 +65,7 @@ class RankVariant(Variant[tuple[RankPlan, ...]]):
         return tuple(each for _, each in sorted((others | {own: _short(case)}).items()))
 
     def table(self, case: PlanCase, figures: tuple[RankPlan, ...]) -> Iterator[str]:
-        """Yield a row per plan, with the plan's own marked."""
+        """Yield a row per number of ranks; mark the row of the plan that is printed."""
         if not figures:
             return
         priced = any(row.price_per_million_tokens is not None for row in figures)

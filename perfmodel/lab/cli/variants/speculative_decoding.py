@@ -156,7 +156,7 @@ class DraftVariant(Variant[SpeculationPlan]):
 
 
 def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> SpeculationPlan:
-    """Return the number of drafts with which the fewest R-workers give the plan's tokens per second, and its effect.
+    """Find the number of drafts with which the fewest R-workers give the plan's tokens per second; return its effect.
     A verification reads each cache once for all its rows. So the R-part per token falls nearly by the tokens per
     verification, while the S-part has 1 + k rows instead of one.
     """
@@ -194,7 +194,7 @@ def plan_speculation(planner: Planner, plan: Plan, drafting: Drafting) -> Specul
 
 
 def _rate(planner: Planner, in_flight: int, drafting: Drafting, drafts: int, num_r_workers: int) -> float:
-    """Return the output tokens per second. Accepted drafts end sequences sooner, so more prompts are computed."""
+    """Return the output tokens per second. Accepted drafts end sequences sooner, so each second has more prompts."""
     tokens = tokens_per_verification(drafts, drafting.acceptance_rate)
     model, seconds, decoding = planner.step_model(num_r_workers), 0.0, 0.0
     for share, plain in planner.steps(in_flight, num_r_workers):

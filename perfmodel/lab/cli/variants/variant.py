@@ -1,4 +1,4 @@
-"""One command line of ``fastdecode plan``, and the interface of its features."""
+"""The plan for one command line, and the interface of planning's optional features (copies, ranges, drafts, …)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PlanCase:
             raise errors[0]
         best = max(cases, key=PlanCase._merit)
         asked = argparse.Namespace(**vars(best.args) | {"num_mini_batches": args.num_mini_batches})
-        return replace(best, args=asked)  # a feature that plans again may choose another number of mini-batches
+        return replace(best, args=asked)  # a feature may plan again, with another number
 
     @staticmethod
     def _as_asked(args: argparse.Namespace) -> PlanCase:
@@ -77,8 +77,9 @@ class PlanCase:
         return PlanCase(args, inputs, inputs.planner.plan(size), limits)
 
     def _with_more_r_workers(self) -> PlanCase:
-        """Double the R-workers as long as that pays within the limits: see ``_helps``.
-        A shorter R-part leaves time for a larger batch; a balanced R-part, as long as the S-part, leaves none.
+        """Double the R-workers as long as :func:`_helps` says so.
+        With enough R-workers to keep up, attention takes as long as the S-part. More R-workers shorten it, so that a
+        larger batch meets the latency limits.
         """
         best = self
         while True:
@@ -97,7 +98,7 @@ class PlanCase:
         Doubling may have added too many, and R-workers without a sequence make each step slower.
         """
         plan, planner = self.plan, self.planner
-        # Part of the tokens per second that fewer R-workers must still give
+        # Fraction of the plan's tokens per second that fewer R-workers must reach
         as_fast = 0.99
         least = max(planner.memory_r_workers(plan.in_flight), planner.placing.copies, plan.num_r_workers // 2)
         for count in range(least, plan.num_r_workers):
@@ -116,9 +117,9 @@ class PlanCase:
         return self.limits.kept_by(self.plan.step_seconds, self.plan.ttft_seconds)
 
     def _merit(self) -> tuple[bool, float]:
-        """Return a sort key of plans. Two mini-batches win unless another number has clearly more ``worth``.
+        """Return a sort key of plans: those within the latency limits by ``worth``, below them the others by speed.
 
-        If no plan meets the limits, the fastest wins.
+        Plans with two mini-batches get a bonus, so that another number must be clearly better.
         """
         if not self.keeps_limits:
             return False, 1.0 / self.plan.step_seconds
@@ -148,8 +149,8 @@ class PlanCase:
 
 
 def _helps(more: PlanCase, best: PlanCase) -> bool:
-    """Return whether twice the R-workers pay, that is, whether ``more`` is clearly better than ``best``.
-    While ``best`` exceeds the limits, steps must get shorter; within the limits, ``worth`` must rise.
+    """Return whether ``more``, with twice the R-workers of ``best``, is clearly better.
+    If ``best`` exceeds the latency limits, steps must be shorter. Otherwise tokens per money must rise (``worth``).
     """
     # Factor by which twice the R-workers must shorten steps that exceed the limits
     step_doubling = 1.1
@@ -161,23 +162,24 @@ def _helps(more: PlanCase, best: PlanCase) -> bool:
 
 
 class Variant(Generic[Figures]):
-    """A feature of planning. ``name``: the key of its figures in a plan's JSON.
+    """An optional feature of a plan, such as speculative decoding. ``name``: the key of its figures in the plan's JSON.
 
-    Only ``figures`` is required. It returns a dataclass, or a tuple of dataclasses, that the other methods take.
+    Subclasses must have ``figures``, which returns a dataclass or a tuple of dataclasses. Other methods take that
+    result.
     """
 
     name: str
 
     def figures(self, case: PlanCase) -> Figures | None:
-        """Return what the feature needs and gives; None if it was not requested."""
+        """Compute what the feature costs and gains in ``case``; return None if the flags do not ask for it."""
         raise NotImplementedError
 
     def planner(self, case: PlanCase, figures: Figures) -> Planner:
-        """Return the planner with the cost of the feature: the case's own, unless the feature changes it."""
+        """Return ``case.planner`` with the cost of the feature; by default there is none."""
         return case.planner
 
     def lines(self, case: PlanCase, figures: Figures) -> Iterator[Line]:
-        """Yield the lines below the plan's figures."""
+        """Yield the feature's lines for the printed plan."""
         return iter(())
 
     def table(self, case: PlanCase, figures: Figures) -> Iterator[str]:
@@ -217,7 +219,9 @@ def service_limits(args: argparse.Namespace) -> ServiceLimits:
 
 
 def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield the flags with each number of mini-batches, and with latent absorption and states on either side."""
+    """Yield the flags for every combination that a plan may choose.
+
+    It may choose the number of mini-batches, and whether S-worker or R-workers absorb latents and keep states."""
     for number in mini_batch_counts(args):
         counted = argparse.Namespace(**vars(args) | {"num_mini_batches": number})
         for each in _absorptions(counted):
@@ -228,9 +232,9 @@ def _alternatives(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the requested number of mini-batches; else the paper's two.
+    """Return the numbers of mini-batches to compare: only the requested one, or two, one and three.
 
-    If the plan chooses the batch, one and three are tried too.
+    If flags fix the batch size or drop the time limit per token, return only two, as in the paper.
     """
     if args.num_mini_batches is not None:
         return (args.num_mini_batches,)
@@ -239,7 +243,7 @@ def mini_batch_counts(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _knows_states_here(args: argparse.Namespace) -> bool:
-    """Return whether the named or measured machine has times of states on the S-worker."""
+    """Return whether the flags give the time that recurrent states take on the S-worker."""
     if args.profile:
         return any(point.kind == "state" and point.r_worker == HERE for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).state)
@@ -254,16 +258,16 @@ def _absorptions(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _knows_both(args: argparse.Namespace) -> bool:
-    """Return whether the named or measured machine has times of latent absorption on R-workers too."""
+    """Return whether the flags give the time that latent absorption takes on R-workers."""
     if args.profile:
         return any(point.kind == "absorbing" for point in load_profile(args.profile).r_part)
     return bool(args.model and args.gpu and args.cpu and named_shape(args.model).latent)
 
 
 def _mini_batch_size(args: argparse.Namespace, search: BatchSearch, limits: ServiceLimits) -> int:
-    """Return the requested mini-batch; else the largest within the limits, up to the knee (see ``BatchSearch.knee``).
+    """Return the requested mini-batch; else the largest within the limits, or the smallest if none is.
 
-    If none is within the limits, return the smallest.
+    The size never exceeds ``BatchSearch.knee``, beyond which throughput hardly rises.
     """
     if args.mini_batch_size is not None:
         return int(args.mini_batch_size)
