@@ -191,6 +191,7 @@ def _of_states() -> str:
     ranges = {"kv_shard_tokens": 512}
     not_in_ranges = [
         SETTINGS["ranks"],
+        SETTINGS["two copies"],
         SETTINGS["parked prefixes"],
         SETTINGS["prefill workers"],
         kept | {"state_on": "r"},

@@ -17,9 +17,10 @@ from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
+from fastdecode.cluster.pool.backend import PoolParks
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.types import Handover
-from fastdecode.engine.compose.setup import check_ways
+from fastdecode.engine.compose.setup import check_ways, make_parking
 from fastdecode.kinds import Dense, Recurrent
 from fastdecode.kinds.layout import KVLayout
 
@@ -102,7 +103,7 @@ def watch(llm: LLM) -> list[Handover]:
         ("qwen3_next", {"state_on": "s"}),
         ("falcon_h1", {"state_on": "s", "max_num_batched_tokens": 200}),
         pytest.param("lfm2", {"state_on": "s", "num_mini_batches": 2}, marks=pytest.mark.thorough),
-        ("qwen3_next", {"r_workers": "spawn:3", "num_mini_batches": 2}),
+        ("qwen3_next", {"r_workers": "spawn:3", "num_mini_batches": 2, "audit": 1.0}),
         ("lfm2", {"max_num_batched_tokens": 300}),
         pytest.param("falcon_h1", {}, marks=pytest.mark.thorough),
         pytest.param("jamba", {}, marks=pytest.mark.thorough),
@@ -116,6 +117,8 @@ def test_tokens_are_those_of_generate(model_type: str, settings: dict[str, Any],
     with make_llm(folder, **settings) as llm:
         handovers = watch(llm)
         assert generated(llm) == expected
+        changes = llm.engine.membership.changes
+        assert (changes.audited > 0, changes.faulty, changes.undecided) == ("audit" in settings, (), 0)
     assert {each.start for each in handovers} == {512, 1024}
     assert any(each.source != each.target for each in handovers)
 
@@ -145,9 +148,12 @@ def test_an_r_worker_goes(ending: str, after: int, settings: dict[str, Any], sav
 
 @pytest.mark.slow
 def test_samples_and_later_prompts_go_on_from_the_first_range(saved: Any) -> None:
-    """Two samples share all ranges; a prompt that differs in its second range begins with the first range's prefix."""
+    """Two samples share all ranges; a prompt that differs in its second range begins with the first range's prefix.
+
+    A text that filled exactly one range is the prefix of the next turn, which begins with a second range.
+    """
     folder, _ = saved("lfm2")
-    prompts = [PROMPTS[0], PROMPTS[0][:700] + PROMPTS[3][:200], PROMPTS[0][:490]]
+    prompts = [PROMPTS[0], PROMPTS[0][:700] + PROMPTS[3][:200], PROMPTS[1][: RANGE + 1 - NUM_TOKENS]]
     with make_llm(folder, enable_prefix_caching=False, kv_shard_tokens=None) as llm:
         expected = generated(llm, prompts)
     with make_llm(folder) as llm:
@@ -155,9 +161,12 @@ def test_samples_and_later_prompts_go_on_from_the_first_range(saved: Any) -> Non
         for prompt, tokens in zip(prompts, expected, strict=True):
             (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
             assert [list(each.token_ids) for each in output.outputs] == [tokens] * 2
-        turn = [*prompts[2], *expected[2], *PROMPTS[2]]
-        assert llm.engine.scheduler.statistics.prefix_hit_tokens > 0
+        turn, prefixes = [*prompts[2], *expected[2], *PROMPTS[2]], llm.engine.scheduler.store.prefixes
+        assert (before := prefixes.num_hit_tokens) > 0
         (found,) = generated(llm, [turn])
+        assert prefixes.num_hit_tokens - before == RANGE
+        parks, limits = PoolParks(llm.engine.backend), llm.engine.scheduler.limits
+        assert make_parking(llm.engine.config, llm.engine.s_model, parks, (), limits) is None
     with make_llm(folder, enable_prefix_caching=False, kv_shard_tokens=None) as llm:
         assert generated(llm, [turn]) == [found]
 

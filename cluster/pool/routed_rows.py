@@ -6,7 +6,7 @@ Each R-worker gets its part of q, k, v; o is filled and merged; transfer times a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,9 +55,8 @@ class RoutedRows:
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
         self.layer: int | None = None
         self._layout, self._routes = layout, routes
-        self._of_kind = (routes.recurrent or routes.workers, routes.workers)
-        self._busy = [_busy(each) for each in self._of_kind]
-        self.busy = self._busy[True]
+        self.busy = _busy(routes.workers)
+        self._of_kind: dict[bool, tuple[Sequence[Route], list[int]]] = {True: (routes.workers, self.busy)}
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
         self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
@@ -70,7 +69,7 @@ class RoutedRows:
         q, k, v are as in ``AttentionBackend.submit``.
         """
         spec, self.layer = self._layout.layers[layer], layer
-        self.busy = self._busy[spec.caches_rows]
+        self.busy = self._routes_of(spec.caches_rows)[1]
         form = _form(spec)
         if form not in self._shares:
             self._shares[form] = self._make_shares(len(q), form)
@@ -131,13 +130,21 @@ class RoutedRows:
     def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
         """Return o and the busy R-workers' shares, for layers of ``form``."""
         o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
-        routes = self._of_kind[form.caches_rows]
-        for worker in self.busy:
+        routes, busy = self._routes_of(form.caches_rows)
+        for worker in busy:
             route = routes[worker]
             partials = np.empty((route.num_partials, *form.partials), np.float32) if route.num_partials else None
             in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
             shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
         return o, shares
+
+    def _routes_of(self, caches_rows: bool) -> tuple[Sequence[Route], list[int]]:
+        """Return the routes of one kind of layers, and the R-workers with rows: attending layers, or recurrent ones."""
+        if caches_rows not in self._of_kind:
+            recurrent = self._routes.recurrent
+            routes = recurrent() if recurrent else self._routes.workers
+            self._of_kind[caches_rows] = routes, _busy(routes)
+        return self._of_kind[caches_rows]
 
     def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
         """Return the rows ``rows`` of ``array``: a view if they are consecutive, else a copy in reused memory."""
@@ -190,7 +197,7 @@ def transfer_seconds(
     return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
 
 
-def _busy(routes: tuple[Route, ...]) -> list[int]:
+def _busy(routes: Sequence[Route]) -> list[int]:
     """Return the R-workers that get rows by ``routes``."""
     return [worker for worker, route in enumerate(routes) if not is_empty(route)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,9 +36,7 @@ def plan_mini_batch(
     spans = _pieces(own, bounds)
     has_tails, merge = bool(chunks["base"].any()), NO_MERGE
     routes = _own_routes(chunks, bounds, has_tails)
-    recurrent: list[Route] = []
     if has_tails:
-        recurrent = _own_routes(chunks, bounds, False)
         merge, num_partials = _merge(chunks, reads, num_workers)
         closed = _reads_by_worker(chunks, reads, num_workers)
         spans = [np.concatenate(both) for both in zip(closed.spans, spans, strict=True)]
@@ -48,8 +47,12 @@ def plan_mini_batch(
     if (chunks["copy"] >= 0).any():
         copied = _appends_by_worker(chunks, own, num_workers)
         spans = [np.concatenate(both) for both in zip(spans, copied.spans, strict=True)]
-        routes, recurrent = (_with_copies(each, copied.rows) for each in (routes, recurrent))
-    return tuple(spans), MiniBatchRoutes(tuple(routes), merge, tuple(recurrent))
+        routes = [
+            Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
+            for rows, route in zip(copied.rows, routes, strict=True)
+        ]
+    recurrent = partial(_own_routes, chunks, bounds, False) if has_tails else None
+    return tuple(spans), MiniBatchRoutes(tuple(routes), merge, recurrent)
 
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:
@@ -113,14 +116,6 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
     return [
         Route(slice(*q_rows), slice(*kv_rows), slice(q_rows[0], q_rows[0] + count))
         for q_rows, kv_rows, count in zip(q, kv, num_outputs, strict=True)
-    ]
-
-
-def _with_copies(routes: list[Route], rows: list[np.ndarray]) -> list[Route]:
-    """Return ``routes``, or none if there are none, with each R-worker's ``rows`` of k and v for second copies."""
-    return [
-        Route(route.q_rows, _joined(route.kv_rows, added), route.o_rows, route.num_partials)
-        for added, route in zip(rows, routes, strict=False)
     ]
 
 

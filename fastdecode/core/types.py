@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -147,13 +147,13 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
     """The routes of one mini-batch: a Route per R-worker, and the merging of partial results.
-    ``recurrent``: the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for PARTIAL
-    spans, instead of partial results.
+    ``recurrent``: computes the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for
+    PARTIAL spans, instead of partial results. Second copies have no rows in these routes.
     """
 
     workers: tuple[Route, ...]
     merge: Merge = NO_MERGE
-    recurrent: tuple[Route, ...] = ()
+    recurrent: Callable[[], Sequence[Route]] | None = None
 
 
 class Handover(NamedTuple):

@@ -29,6 +29,13 @@ void require_of_import(bool holds, const std::string& message) {
     if (!holds) throw Error("import: " + message);
 }
 
+/// A state that begins a later segment: tokens before the segment. The bound keeps positions within int64.
+void require_base(std::int64_t base) {
+    constexpr std::int64_t most = std::int64_t(1) << 40;
+    require_of_import(base > 0 && base <= most, "a state of " + std::to_string(base) + " tokens before its segment; at most " +
+                                                    std::to_string(most) + ", and at least 1");
+}
+
 }  // namespace
 
 std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
@@ -185,13 +192,17 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
                                                                      state_bytes == states_.num_bytes() + base_bytes)),
             "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
                 " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
+    std::int64_t base = 0;
+    if (state_bytes > states_.num_bytes()) {
+        std::memcpy(&base, data.data() + num_bytes - base_bytes, sizeof(std::int64_t));
+        require_base(base);
+    }
     Sequence& target = grown(sequence_id, length, true);
+    if (base) target.state_base = base;
     if (state_bytes > 0) {
         set_state(target, data.data() + sequence_bytes(num_tokens));
         target.state_spoilt = false;
     }
-    if (state_bytes > states_.num_bytes())
-        std::memcpy(&target.state_base, data.data() + num_bytes - base_bytes, sizeof(std::int64_t));
     walk_bytes(
         target, start, length, data.data(),
         [](const TokenCodec& codec, const TokenPlace& place, const std::uint8_t* key, const std::uint8_t* value) {
@@ -209,6 +220,7 @@ void KVCache::begin_from_state(std::int64_t sequence_id, std::int64_t base, std:
     require_of_import(states_.num_blocks() <= pool_.num_free(),
                       "out of blocks: a state takes " + std::to_string(states_.num_blocks()) + ", and " +
                           std::to_string(pool_.num_free()) + " are free");
+    require_base(base);
     Sequence& target = grown(sequence_id, 0, false);
     set_state(target, data.data());
     target.state_spoilt = false;

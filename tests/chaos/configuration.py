@@ -120,7 +120,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
-    kinds_of_hybrids = ("plain",) if has_ranges else ("plain", "prefill", "ranks")
+    kinds_of_hybrids = ("plain", "mpi", "ray") if has_ranges else ("plain", "prefill", "ranks")
     hybrid = _draw_hybrid(seed) if kind in kinds_of_hybrids and architecture != DEMO else ""
     if is_small and "model" in settings.get("speculative_config", {}):  # this setting loads another model
         del settings["speculative_config"]

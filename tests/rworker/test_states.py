@@ -276,6 +276,12 @@ def test_a_later_segment_goes_on_from_the_state_of_the_one_before(name: str) -> 
     assert np.array_equal(third.step([(2, 3, rows[21:])], mode=2), wanted[21:])
     with pytest.raises(ValueError, match="a state in this cache takes"):
         third.worker.import_(4, 0, state[:-4], 18)
+    moved = second.worker.export(2)
+    moved[-8:].view(np.int64)[0] = -1  # the number of tokens before the segment, which ends a moved segment's bytes
+    for num_tokens, data, start in ((0, state, (1 << 40) + 1), (3, moved, 0)):
+        with pytest.raises(ValueError, match="tokens before its segment; at most"):
+            third.worker.import_(4, num_tokens, data, start)
+    assert third.worker.sequence_ids() == [2]
 
 
 def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:

@@ -107,12 +107,12 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes on R-workers' disks, also those of R-workers that join later.
 
-    Return None without prefix caching, or if ``parks`` is None: R-workers have no disks then. An engine finds only
-    prefixes that were parked with its own segment length.
+    Return None without prefix caching, for states in ranges, or if ``parks`` is None: R-workers have no disks then. An
+    engine finds only prefixes that were parked with its own segment length.
     """
-    if parks is None or not limits.prefix_caching:
-        return None
     cut_at = limits.placing.segment_tokens
+    if parks is None or not limits.prefix_caching or (cut_at < UNLIMITED and model.layout.kept_apart):
+        return None
     identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
     return Parking(parks, identity, r_workers)
 
