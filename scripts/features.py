@@ -105,7 +105,7 @@ All pairs of these give the tokens of one undisturbed R-worker, but those below:
 Ranks add sums in another order, so their equality holds in float32. `make chaos` draws the pairs; the site counts how
 often.
 
-`python scripts/features.py` writes this page; a test compares it.
+`python scripts/features.py` writes this page.
 """
 
 MATRIX_HEAD = f"""# How often chaos draws each pair
@@ -201,10 +201,11 @@ def _of_states() -> str:
     ]
     others = (SETTINGS[name] for name in ("two copies", "ranks", "parked prefixes", "prefill workers"))
     not_in_ranges = [_refusal(each | SETTINGS["ranges"]) for each in (*others, kept | {"state_on": "r"})]
-    settings = (
-        f"{name} ({_between(text, ', and ', ';')})" for name, _, text in (it.partition(":") for it in not_in_ranges)
-    )
-    found.append(f"- {RANGES}, so these refuse it: {'; '.join(settings)}")
+    settings = [
+        f"{name}: {_between(text, ', and ', ';')}."
+        for name, _, text in (each.partition(": ") for each in not_in_ranges)
+    ]
+    found.append(f"- {RANGES}, which these refuse. {' '.join(settings)}")
     return "\nOf recurrent states also:\n\n" + "\n".join(found)
 
 

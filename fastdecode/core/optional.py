@@ -15,6 +15,7 @@ PARTS = {
     "GGUF tokenizer": "sworker.files.gguf_tokenizer",
     "GPU rows": "sworker.model.gpu_rows",
     "integer products": "sworker.products.products",
+    "kept states": "scheduler.prefix.states",
     "kept weights": "sworker.model.kept",
     "KV port": "cluster.r_worker.kv_port",
     "LoRA": "sworker.model.lora",

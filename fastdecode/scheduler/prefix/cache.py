@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fastdecode.core.held import KnownTokens
+from fastdecode.core.optional import optional
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
@@ -13,7 +14,6 @@ from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
-from fastdecode.scheduler.prefix.states import StateIndex, States
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import TokenSequence
 
@@ -77,10 +77,11 @@ class PrefixCache:
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
-        by_end = StateIndex(self._workers, self._segment_tokens)
+        states = optional("kept states")
+        by_end = states.StateIndex(self._workers, self._segment_tokens)
         most_kept = limits.kept_states * self.enabled
         worth, length = limits.sizes.worth, self._segment_tokens
-        return by_end, States(self._workers, by_end, self.ids, names, most_kept, worth, length)
+        return by_end, states.States(self._workers, by_end, self.ids, names, most_kept, worth, length)
 
     def __len__(self) -> int:
         """Return the number of retained prefixes."""
