@@ -82,6 +82,12 @@ class SharedMemoryLink(Link):
         self._outbox.push(mini_batch << 32 | layer)
 
     def receive(self, timeout_seconds: float) -> Frame | None:
+        """See ``Conversation.receive``.
+
+        Unread parts of the last frame are dropped before the next word is awaited. Their sender pushes that word only
+        once the socket has taken all of them, and the socket's buffer may be smaller.
+        """
+        self._stream.skip()
         word = self._inbox.pop(timeout_seconds)
         if word is None:
             if timeout_seconds > 0:
