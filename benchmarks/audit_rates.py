@@ -86,7 +86,7 @@ class Run:
 
     def _check(self, report: StepReport) -> None:
         if report.is_doubtful and report.faulty != (VICTIM,):
-            raise RuntimeError(f"named {report.faulty}, and R-worker {VICTIM} is at fault")
+            raise RuntimeError(f"the audit named {report.faulty}, but R-worker {VICTIM} is at fault")
         if self.is_over and report.faulty != (VICTIM,):
             raise RuntimeError(f"named nobody, and R-worker {VICTIM} is at fault")
 

@@ -87,7 +87,7 @@ def make_engine(
 
 
 def step_of(engine: LLMEngine, rows: int, steps: int) -> Step:
-    """Decode ``steps`` steps; return the medians, without the first and the last decode step."""
+    """Decode ``steps`` steps; return medians over all steps but the first and the last."""
     middle = [step for step in decode(engine, rows, steps).steps if step.is_decode][1:-1]
     names = ("wall_seconds", "s_seconds", "wait_seconds", "host_seconds")
     return Step(*(statistics.median(getattr(step, name) for step in middle) for name in names))

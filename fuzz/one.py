@@ -18,15 +18,11 @@ import parsers
 import sessions
 
 from fastdecode.api import settings
-from fastdecode.cluster.links import link, port, shared_memory
-from fastdecode.cluster.pool import calls, journal_copies, remote, worker_info
-from fastdecode.cluster.r_worker import host, kv_port, lease, session, session_journal
-from fastdecode.cluster.r_worker.parking import chain_file, directory, door, parker
-from fastdecode.cluster.wire import frames, handshake, messages, parked, payload
+from fastdecode.cluster.wire.frames import FRAME_LIMIT
 from fastdecode.core import errors
 
 TARGETS = parsers.TARGETS | sessions.TARGETS
-MOST_BYTES = frames.FRAME_LIMIT + (1 << 24)
+MOST_BYTES = FRAME_LIMIT + (1 << 24)
 
 
 class Watched:
@@ -71,10 +67,9 @@ def _functions(members: dict[str, Any], module: str) -> Iterator[FunctionType]:
 def main() -> None:
     """Run the target. This never returns, since libFuzzer ends the process."""
     target = TARGETS[sys.argv.pop(1)]
-    instrument(calls, frames, handshake, host, journal_copies, kv_port, lease, link, messages, payload, port, remote)
-    instrument(session, session_journal, shared_memory)
-    instrument(chain_file, directory, door, parked, parker)
-    instrument(errors, settings, worker_info)
+    # All that the targets import of the cluster, so that a new target's parser is never missing
+    cluster = [module for name, module in sys.modules.items() if name.startswith("fastdecode.cluster.")]
+    instrument(errors, settings, *cluster)
     tracemalloc.start(1)
     atheris.Setup(sys.argv, Watched(target))
     atheris.Fuzz()

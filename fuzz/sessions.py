@@ -163,7 +163,7 @@ class SessionRun:
         for _ in range(provider.ConsumeIntInRange(0, 3)):
             sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
             stored = self._length(sequence_id) if provider.ConsumeIntInRange(0, 7) else self._number()
-            position = stored - 1 if provider.ConsumeIntInRange(0, 3) else self._near(0, 40)
+            position = max(stored, 1 - (1 << 63)) - 1 if provider.ConsumeIntInRange(0, 3) else self._near(0, 40)
             asked.append((self._near(0, 5), sequence_id, self._near(0, 1), position, stored))
         with suppress(FrameError):
             numbers = np.array(asked, auditing.QUESTION).tobytes()

@@ -44,7 +44,7 @@ class RPartPoint:
     """One call of one layer on one R-worker: ``num_sequences`` rows over ``context_len`` cached tokens each.
 
     ``r_worker``: "here", or the "host:port" of a remote one. ``kind``: "rows"; "absorbing", rows of latents that the
-    R-worker also multiplies with K and V; "scan" of an index, which scores all keys and picks; or "state" of a
+    R-worker also multiplies with K and V; "scan" of an index, which scores all keys and selects some; or "state" of a
     recurrent layer at any context, with its groups as KV heads and its value width as head size.
     """
 

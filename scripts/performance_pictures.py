@@ -17,7 +17,7 @@ OURS, THEIRS, GRID = "#3f51b5", "#b0b4c8", "#d8dae2"
 
 def main() -> None:
     draw_kernels(table("Beside vLLM's kernel"))
-    draw_end_to_end(table("vLLM's CPU build 0.32 on Zen 4"))
+    draw_end_to_end(table("int8 beside vLLM's W8A8 on Zen 4"))
 
 
 def table(title: str) -> list[list[str]]:
@@ -71,7 +71,7 @@ def draw_end_to_end(rows: list[list[str]]) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     axes.set_yticks(range(len(rows)), [row[0].replace("kv ", "KV heads ") for row in rows], fontsize=9)
-    axes.set_xlabel("decode tokens/s over vLLM 0.32 (CPU build), one machine of two cores, Zen 4")
+    axes.set_xlabel("decode tokens/s, int8, over vLLM 0.32's W8A8 (CPU build), one machine of two cores, Zen 4")
     finish(figure, axes, "end_to_end.png")
 
 

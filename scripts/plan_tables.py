@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(words: list[str]) -> tuple[PlanCase, int | None]:
-    """Return the plan with its ranges, and the tokens of a range. The planner would add no other feature by itself."""
+    """Return the plan's inputs, with ranges, and the number of tokens in a range."""
     case, ranges = PlanCase.of(_parser().parse_args(words)), RangeVariant()
     found = ranges.figures(case)
     return case.with_planner(ranges.planner(case, found)), found.kv_shard_tokens

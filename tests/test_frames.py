@@ -368,12 +368,13 @@ def test_a_question_about_attention_is_read_as_it_was_written() -> None:
     [
         ((7, 40, 0, 41, 16, False), (), "bytes of numbers"),
         ((7, 40, 0, 41, 16, False), (1, 0), "layers must ascend"),
+        ((7, 40, 0, 41, 16, 2), (0,), "must be 0 or 1"),
         ((7, 40, 0, 41, 16, False), (2,), "from 0 to 1"),
         ((7, -1, 0, 1, 16, False), (0,), "position and offset"),
         ((7, 40, 1 << 41, 41, 16, False), (0,), "position and offset"),
         ((7, 40, 0, 42, 16, False), (0,), "none after its own"),
-        ((7, 40, 0, 0, 16, False), (0,), "1 token at least"),
-        ((7, 40, 0, 41, 0, False), (0,), "blocks of 1 at least"),
+        ((7, 40, 0, 0, 16, False), (0,), "at least 1 token"),
+        ((7, 40, 0, 41, 0, False), (0,), "blocks have at least 1"),
         ((7, 1 << 39, 0, 1 << 39, 1, False), (0,), "blocks; 16,777,216 at most"),
     ],
 )

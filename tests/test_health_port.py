@@ -203,7 +203,7 @@ def test_a_port_that_cannot_be_used_is_reported(capfd: pytest.CaptureFixture[str
             HealthPort("127.0.0.1", number, Vitals())
     for flags, message in (
         (["--health-listen", "8080"], "health_listen: an address is host:port"),
-        (["--health-listen", "127.0.0.1:0", "--transport", "mpi"], "health_listen: the ranks of an MPI job"),
+        (["--health-listen", "127.0.0.1:0", "--transport", "mpi"], "health_listen: R-workers of an MPI job"),
     ):
         assert main(["r-worker", *flags]) == 2
         assert message in capfd.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,8 +15,8 @@ import numpy as np
 import pytest
 from helpers import model_zoo, r_workers, tiny_hybrids
 from helpers.examples import SEES_ALL
-from helpers.ports import free_port
 from helpers.processes import children_of
+from helpers.rank_jobs import run_ranks
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -35,28 +34,6 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kv_cache_mem
 SETTINGS |= {"s_threads": 1, "r_threads": 1}
 SEEN, NUM_TOKENS = (slice(None), 10) if SEES_ALL else (slice(1, None, 2), 6)
 """The part of the zoo's prompts, and of what transformers generates for them, that is compared."""
-
-
-def run_ranks(size: int, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """Return the results of ``jobs``, run one after the other in the same ``size`` processes."""
-    first = free_port(len(jobs))
-    jobs = [{"params": {}, "settings": SETTINGS} | job | {"port": port} for port, job in enumerate(jobs, first)]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).parent / "helpers" / "rank_job.py"
-    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "results.json")],
-            env={**os.environ, **place, "RANK": str(index), "LOCAL_WORLD_SIZE": str(size)},
-        )
-        for index in range(size)
-    ]
-    try:
-        assert [rank.wait(480) for rank in ranks] == [0] * size
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return list(json.loads((folder / "results.json").read_text()))
 
 
 def job_of(name: str, root: Path, **settings: Any) -> dict[str, Any]:

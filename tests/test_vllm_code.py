@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import latent_zoo, model_zoo, packed_weights, r_workers
+from helpers.fake_recorders import fake_recorders
+from helpers.rank_jobs import run_ranks
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from fastdecode.sworker.model import vllm_code
 from fastdecode.sworker.model.vllm_layers import OnePassNorm
 
 vllm = pytest.importorskip("vllm", reason="`make test-vllm` makes an environment with vLLM")
@@ -23,6 +27,8 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_m
 SETTINGS |= {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "64MiB", "block_size": 16, "model_impl": "vllm"}
 
 MODELS = ("llama-gqa", "qwen3", "qwen3_moe", "gemma2", "mistral", "gpt_oss", "deepseek_v3")
+SHARED = ("llama-gqa", "qwen3", "qwen3_moe")
+"""Models whose tokens are compared with two tensor-parallel ranks."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_mini_batches": 2},
     "ranges": {"kv_shard_tokens": 512, "r_workers": "inproc:2"},
@@ -100,6 +106,25 @@ def test_a_killed_r_worker_costs_no_token(name: str, zoo: Zoo) -> None:
         assert not victim and [tokens[number] for number in range(len(wanted))] == wanted
 
 
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Each of two processes loads its part. Rank 0 loses an R-worker in the last job."""
+    folder, wanted = zoo[name]
+    ways: list[dict[str, Any]] = [WAYS["plain"] | {"r_workers": "inproc:1"}, WAYS["ranges"], {"r_workers": "spawn:2"}]
+    settings = {each: value for each, value in SETTINGS.items() if each != "skip_tokenizer_init"}
+    job: dict[str, Any] = {"folder": str(folder), "prompts": prompts(), "params": {"max_tokens": 64}}
+    jobs = [job | {"settings": settings | way} for way in ways]
+    jobs[-1]["kill_at"] = 30
+    jobs.append(job | {"settings": settings | {"journal": str(tmp_path / "journal")}})
+    jobs.append(job | {"settings": settings | {"hf_overrides": {"num_attention_heads": 5, "num_key_value_heads": 5}}})
+    *results, journal, uneven = run_ranks(2, jobs, tmp_path)
+    for result in results:
+        assert [tokens for (tokens,) in result["tokens"]] == wanted and result["held"] == 0
+    assert "journal: ranks do not know the whole layout with --model-impl vllm" in journal["error"]
+    assert re.search(r"heads \(5\)|5 heads", uneven["error"])
+
+
 @pytest.mark.parametrize(
     ("name", "absorption"),
     [("deepseek_v2", "s"), ("deepseek_v2", "r"), ("glm4_moe_lite", "s"), ("glm4_moe_lite", "r"), ("minicpm3", "s")],
@@ -144,6 +169,17 @@ def test_norms_compute_in_one_pass_what_vllm_computes(dtype: torch.dtype, zoo: Z
             assert dtype == torch.float32 or (one != other).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_graphs_of_vllms_modules_generate_the_same(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for CUDA graphs captures vLLM's own norms, since it cannot see those that replace them on a CPU."""
+    made = fake_recorders(monkeypatch)
+    monkeypatch.setattr(vllm_code, "norm_in_one_pass", lambda module: None)
+    folder, wanted = zoo[name]
+    with LLM(str(folder), **SETTINGS | {"num_mini_batches": 2}) as llm:
+        assert generate(llm, prompts()) == wanted
+    assert len(made) == 1 and any(min(each) > 60 for each in made[0].replays())
+
+
 def test_the_first_layers_draft(zoo: Zoo) -> None:
     folder, wanted = zoo["llama-gqa"]
     drafts = {"method": "early_exit", "num_layers": 1, "num_speculative_tokens": 2}
@@ -177,7 +213,6 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
     ("settings", "message"),
     [
         ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: one rank computes the whole model with --model-impl vllm"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
         ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and vLLM's code of llama"),
     ],

@@ -128,7 +128,7 @@ class RoutedRows:
         return None if self.layer is None else self._layout.layers[self.layer]
 
     def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
-        """Return o and the busy R-workers' shares, for layers of ``form``."""
+        """Return the output array o, and each involved R-worker's share of the rows, for layers of ``form``."""
         o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
         routes, busy = self._routes_of(form.caches_rows)
         for worker in busy:

@@ -206,7 +206,7 @@ class StatePair(PoolWorker):
             self._states.abandon_step()
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
-        """See ``PoolWorker``. The bytes are: length of the R-worker's export (int64), that export, and any state."""
+        """See ``PoolWorker``. Returns the length of the R-worker's export (int64), that export, and layer states."""
         if num_tokens == 0:  # the state alone
             parts = [np.zeros(0, np.uint8), self._states.export(sequence_id, start, 0)]
         else:

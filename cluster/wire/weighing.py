@@ -15,7 +15,7 @@ from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.kind import MAX_LAYERS
 from fastdecode.kinds.layout import KVLayout
 
-HEAD = struct.Struct("<qqqqq?")
+HEAD = struct.Struct("<qqqqqB")
 """The first part of WEIGH: sequence id, query position, offset, number of tokens, block length, ``finds_norms``."""
 
 MOST_NUMBER_BYTES = HEAD.size + 8 * MAX_LAYERS
@@ -38,6 +38,8 @@ def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     if num_layers < 1 or rest:
         raise FrameError(f"WEIGH: {len(data)} bytes of numbers, not {HEAD.size} and 8 for each layer")
     sequence_id, position, offset, num_tokens, block, finds_norms = HEAD.unpack_from(data)
+    if finds_norms > 1:
+        raise FrameError(f"WEIGH: whether norms are wanted must be 0 or 1, not {finds_norms}")
     layers = tuple(np.frombuffer(data, "<i8", num_layers, HEAD.size).tolist())
     if layers != tuple(sorted(set(layers))) or not 0 <= layers[0] <= layers[-1] < len(layout.layers):
         raise FrameError(f"WEIGH: layers must ascend, from 0 to {len(layout.layers) - 1}")
@@ -48,8 +50,9 @@ def decode_numbers(data: bytes | bytearray, layout: KVLayout) -> Weighing:
     if not 0 <= position <= max_position or not 0 <= offset <= max_position:
         raise FrameError(f"WEIGH: position and offset must be 0 to {max_position:,}")
     if not 1 <= num_tokens <= position + 1 or not 1 <= block <= max_position:
-        raise FrameError("WEIGH: a query sees 1 token at least, none after its own, in blocks of 1 at least")
-    asked = Weighing(WeighedPart(0, sequence_id, position, offset, num_tokens), block, layers, (), None, finds_norms)
+        raise FrameError("WEIGH: a query must see at least 1 token, and none after its own; blocks have at least 1")
+    part = WeighedPart(0, sequence_id, position, offset, num_tokens)
+    asked = Weighing(part, block, layers, (), None, finds_norms == 1)
     if asked.num_blocks > MOST_BLOCKS:
         raise FrameError(f"WEIGH: {asked.num_blocks:,} blocks; {MOST_BLOCKS:,} at most")
     return asked

@@ -22,8 +22,6 @@ class EngineConfig(EngineSettings):
         if self.device == "cuda" and not _has_gpu_driver():
             raise ConfigError("device: 'cuda' needs a GPU, and this machine has no driver for one; use 'auto' or 'cpu'")
         _check_quantization(self)
-        if self.model_impl == "vllm" and self.tensor_parallel_size > 1:
-            raise ConfigError("tensor_parallel_size: one rank computes the whole model with --model-impl vllm; give 1")
         if self.tbt_target is not None and not self.tbt_target > 0:
             raise ConfigError(f"tbt_target must be above 0 seconds, not {self.tbt_target!r}")
         for name, least in (("silence_seconds", 0.2), ("wait_for_r_workers", 0.0), ("keep_session", 0.0)):

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the address and serve; return the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     check_transport(args.transport, args.join)
     if args.health_listen and args.transport == "mpi":
-        raise ConfigError("health_listen: the ranks of an MPI job end together; leave --transport out")
+        raise ConfigError("health_listen: R-workers of an MPI job have no health page; leave --transport out")
     if args.transport == "mpi":
         say_mended()
     resources = _resources(args)

@@ -16,8 +16,8 @@ from fastdecode.kinds.layout import KVLayout
 class AuditMode(IntEnum):
     """The kinds of audits of a row by an R-worker.
     CHECK: compare blocks with their checksums, as all other kinds do too. ATTEND, PARTIAL, READ: attend again, as for a
-    span of that SpanMode. ROWS: return the keys and values of one layer. BLOCKS: the
-    same, with full blocks as they are stored.
+    span of that SpanMode. ROWS: return the keys and values of one layer. BLOCKS: the same, with full blocks as
+    they are stored.
     """
 
     CHECK = 0

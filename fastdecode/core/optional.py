@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 PARTS = {
+    "aligned functions": "sworker.adapters.elementwise",
     "audit": "cluster.pool.auditing",
     "faults": "cluster.r_worker.faults",
     "CUDA graphs": "sworker.run.cuda_graphs",

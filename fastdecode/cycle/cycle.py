@@ -43,7 +43,7 @@ class Companion:
         """Note that the R-workers have received ``step``."""
 
     def heard(self, cycle: Cycle, report: StepReport) -> None:
-        """Handle ``report``, which the R-workers sent after a step or after controls without rows.
+        """Handle ``report``, which the R-workers sent after a step, or after requests without attention rows.
         Lost R-workers are already removed; those that ask to leave are not.
         """
 
@@ -102,7 +102,7 @@ class Cycle(Generic[T]):
             self._before()  # an R-worker that asks to leave and holds no sequence can leave at once
 
     def tell(self) -> tuple[int, ...]:
-        """Send the pending controls without rows; return the R-workers that are lost."""
+        """Send the pending requests that need no attention rows; return the R-workers that are lost."""
         with interrupts_deferred():
             self._tell_world(self.scheduler.controls_alone())
             try:

@@ -18,10 +18,10 @@ class TokenSequence:
     (``SamplingParams.n`` > 1), which are forked from this sequence once it has computed the prompt. ``num_prefill``:
     tokens to compute before it can decode: its prompt and, after a preemption, the output tokens that it had.
 
-    ``segments``: where its tokens are cached, in order; empty before it starts. It appends to its ``tail``. Segments
-    before the tail are ``closed``: full and read-only. Segments ``ahead`` come after it: they have blocks for the rest
-    of the prompt, or were left when an earlier one was lost. While it has a cache, its progress is in ``row`` of
-    ``table``.
+    ``segments``: where its tokens are cached, in order; empty before it starts. New tokens go to the segment ``tail``.
+    Segments before the tail are ``closed``: full and read-only. Segments ``ahead`` follow the tail: they have blocks
+    for the rest of the prompt, or were left when an earlier segment was lost. While it has a cache, its
+    progress is in ``row`` of ``table``.
 
     ``num_hit_tokens``: prompt tokens found in the prefix cache at its start. ``outputs_at_start``: output tokens at its
     last start, None before the first. ``may_stop``: its output may end before ``max_tokens``. ``job_id``: the prefill

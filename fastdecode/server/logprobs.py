@@ -41,7 +41,7 @@ class LogprobForm:
         ]
 
     def of_completion(self, tokens: Chosen, offsets: TextOffsets) -> dict[str, Any]:
-        """Return a completion's lists of tokens, log-probabilities and so on. A prompt's first token has none.
+        """Return a completion's tokens and log-probabilities. A prompt's first token has no log-probability.
 
         A token that is only a part of a character is shown by its bytes, as OpenAI does.
         """

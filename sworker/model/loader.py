@@ -85,6 +85,8 @@ def load_model(config: EngineConfig, hf_config: Any) -> torch.nn.Module:
     Its weights stay on the device that loaded them; call ``place_model`` next.
     """
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        optional("aligned functions").use_aligned_functions()
     adapt = _register(hf_config)
     dtype = resolve_dtype(config.dtype, hf_config)
     with one_clear_error(config.model), _quiet(), _refusing_strangers(hf_config):

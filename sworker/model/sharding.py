@@ -107,6 +107,8 @@ class Rendezvous:
 
     def join(self, device: str, local_index: int) -> Rank:
         """Join the group. Its layers use NCCL if ``device`` has a GPU (number ``local_index``), else gloo."""
+        if dist.is_initialized():
+            raise ConfigError("tensor_parallel_size: this process has a torch process group; start ranks in another")
         has_gpu = device != "cpu" and torch.cuda.is_available()
         # Most time that a rank waits for the next step
         forever = datetime.timedelta(days=365)

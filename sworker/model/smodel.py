@@ -27,7 +27,7 @@ from fastdecode.sworker.model.loader import (
 from fastdecode.sworker.model.refusals import check_rope
 from fastdecode.sworker.model.support import repeats_rows, varying_layers
 from fastdecode.sworker.model.tokenizer import HFTokenizer
-from fastdecode.sworker.model.transformers_code import load
+from fastdecode.sworker.model.transformers_code import load as load_with_transformers
 from fastdecode.sworker.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,8 @@ class SModel:
         check_rope(hf_config, self.max_model_len)
         self.tokenizer = None if config.skip_tokenizer_init else HFTokenizer(config)
         self.generation_defaults, self._eos_token_ids = generation_defaults(config, hf_config)
-        if config.model_impl == "vllm":
-            loaded = optional("vLLM's code").load(config, hf_config)
-        else:
-            loaded = load(config, hf_config, rank)
+        load = optional("vLLM's code").load if config.model_impl == "vllm" else load_with_transformers
+        loaded = load(config, hf_config, rank)
         self.code, self._weights = loaded.code, loaded.digest
         self.layout, self.whole_layout = loaded.layout, loaded.whole_layout
         self.model_type = str(hf_config.model_type)

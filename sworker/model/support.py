@@ -23,7 +23,7 @@ from fastdecode.sworker.model.recorder import Recorder
 from fastdecode.sworker.model.refusals import ADAPTER, STATE, refuse
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 from fastdecode.sworker.run.prompts import Sight
-from fastdecode.sworker.run.staging import DTYPE_NAME
+from fastdecode.sworker.run.staging import DTYPE_NAME, rows_of
 
 MORE_ROWS = 21
 """Number of rows after the first 16 in the forward that tests whether a row always gets the same bits."""
@@ -75,17 +75,25 @@ def _check_calls(hf_config: Any, recorder: Recorder, num_layers: int) -> None:
 def repeats_rows(code: ModelCode, hf_config: Any, counts: Sequence[int] = (len(TOKENS),)) -> bool:
     """Return whether a row has the same bits in forwards of ``counts`` rows as in a larger forward, attention excluded.
 
-    Matrix products may add in another order if the number of rows differs. Then a sequence that is recomputed in
-    another batch rounds differently, which shows in 16-bit dtypes.
+    These bits are the row's logits and all that attention calls send. Products may add in another order if the number
+    of rows differs. Then a recomputed sequence rounds differently, which shows in 16-bit dtypes and states of 16 bits.
     """
     num_rows = len(TOKENS) + MORE_ROWS
-    vocab_size = int(hf_config.get_text_config().vocab_size)
-    tokens = torch.arange(7, 7 + num_rows) * 31 % vocab_size
-    more, *several = (
-        _forward(code, hf_config, ModelGreenlet, Recorder(hf_config).answer, tokens[:count].tolist(), range(count))
-        for count in (num_rows, *counts)
-    )
-    return all(torch.equal(few, more[: len(few)]) for few in several)
+    tokens = torch.arange(7, 7 + num_rows) * 31 % int(hf_config.get_text_config().vocab_size)
+    more, *several = (_rows_of_forward(code, hf_config, tokens[:count].tolist()) for count in (num_rows, *counts))
+    return all(torch.equal(few, many[: len(few)]) for each in several for few, many in zip(each, more, strict=True))
+
+
+def _rows_of_forward(code: ModelCode, hf_config: Any, tokens: list[int]) -> list[torch.Tensor]:
+    """Return logits [rows, vocab] of a forward of ``tokens``, then all that it sends to R-workers, bytes [rows, …]."""
+    sent: list[torch.Tensor] = []
+
+    def answer(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = [each for each in (query, key, value) if each is not None and each.numel()]
+        sent.extend(rows_of(each).flatten(1).contiguous().view(torch.uint8) for each in given)
+        return Recorder.answer(module, query, key, value, *args, **kwargs)
+
+    return [_forward(code, hf_config, ModelGreenlet, answer, tokens, range(len(tokens))), *sent]
 
 
 @torch.inference_mode()

@@ -11,7 +11,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.sworker.model.code import LoadedCode, bytes_of
+from fastdecode.sworker.model.code import AnyRank, LoadedCode, bytes_of
 from fastdecode.sworker.model.held import weights_digest
 from fastdecode.sworker.model.loader import (
     apply_overrides,
@@ -31,6 +30,7 @@ from fastdecode.sworker.model.refusals import refuse
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.model.vllm_attention import hand_over_attention
 from fastdecode.sworker.model.vllm_layers import norm_in_one_pass, rotate_by_heads
+from fastdecode.sworker.model.vllm_ranks import begin_groups, check_ranks
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
 
@@ -63,12 +63,16 @@ class VllmCode:
         return VllmCode(module, self._vllm_config, self._vocab_size, bytes_of(module), self.num_parameters)
 
 
-def load(config: EngineConfig, hf_config: Any) -> LoadedCode:
-    """Load ``config``'s model by vLLM's loader. Raise ConfigError, ModelLoadError or UnsupportedModelError."""
+def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCode:
+    """Load ``config``'s model, or its part for ``rank``, by vLLM's loader.
+
+    Raise ConfigError, ModelLoadError or UnsupportedModelError.
+    """
     _check_settings(config)
     with one_clear_error(config.model):
         vllm_config = _vllm_config(config, hf_config)
-        code, digest = _load(vllm_config, hf_config)
+        check_ranks(config, vllm_config.model_config)
+        code, digest = _load(vllm_config, hf_config, rank)
         if type(code.module).__module__.startswith("vllm.model_executor.models.transformers"):
             what = "has no code of vLLM's own, which would run transformers'"
             refuse(hf_config, what, "leaving --model-impl vllm out")
@@ -116,6 +120,8 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     def overridden(found: Any) -> Any:
+        if found.model_type.startswith("dummy_"):
+            return found  # an empty configuration, from which vLLM reads whether the type is overridden
         apply_overrides(found, config.hf_overrides)
         _state_what_vllm_assumes_otherwise(found.get_text_config())
         return found
@@ -131,6 +137,7 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
         hf_overrides=overridden,
         seed=config.seed,
         model_impl="vllm",
+        tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=True,
         kv_cache_memory_bytes=1,
     )
@@ -148,7 +155,7 @@ def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
                 setattr(text_config, name, value)
 
 
-def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
+def _load(vllm_config: Any, hf_config: Any, rank: AnyRank | None) -> tuple[VllmCode, str]:
     """Return (the loaded module's code, a digest of its weights, taken before kernels pack them)."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -158,7 +165,7 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
     model_config, device = vllm_config.model_config, torch.device(vllm_config.device_config.device)
     vllm_config.kernel_config.ir_op_priority.set_default()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype):
-        _begin_distributed(model_config.is_moe)
+        begin_groups(rank, model_config.is_moe)
         with device:
             module: Any = initialize_model(vllm_config)
         get_model_loader(vllm_config.load_config).load_weights(module, model_config)
@@ -167,18 +174,3 @@ def _load(vllm_config: Any, hf_config: Any) -> tuple[VllmCode, str]:
         process_weights_after_loading(module, model_config, device)
     module.eval().requires_grad_(False)
     return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest
-
-
-def _begin_distributed(has_experts: bool) -> None:
-    """Set up vLLM's process groups once; each has only this process.
-
-    Groups for a dense model include none for experts, so the first model with experts sets them up again.
-    """
-    from vllm.distributed import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        if parallel_state._EP is not None or not has_experts:
-            return
-        parallel_state.destroy_model_parallel()
-    parallel_state.init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
-    parallel_state.initialize_model_parallel(1)

@@ -40,7 +40,7 @@ class OnePassNorm:
         self._ones = np.ones_like(self._float_weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """Return normalised rows, like ``x`` [..., dim]; with a residual, also the sum of rows and residual."""
+        """Return ``x`` [..., dim] normalised. With a residual, return their sum normalised, and the sum itself."""
         if x.dtype != self._weight.dtype:
             return self._own(x, residual)
         if residual is None:

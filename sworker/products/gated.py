@@ -82,7 +82,7 @@ class GatedLayers:
                 wanted = type(module).forward(module, rows)
                 if activation and mostly_equal(_forward(first, second, activation)(rows), wanted):
                     return activation
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it takes more than rows
             logger.info("%s is left as it is: %s", type(module).__name__, error)
             return None
         logger.info("%s is left as it is: no known activation gives the same", type(module).__name__)

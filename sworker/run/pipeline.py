@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,23 @@ def attend(
         kwargs.pop(name).send_before(current.attend, module)
         kwargs["is_picked"] = True
     return calls_of(module).send(current.attend, module, query, key, value, attention_mask, **kwargs), None
+
+
+def aligned(theirs: Callable[..., torch.Tensor], count_of: Callable[[int, int], int]) -> Callable[..., torch.Tensor]:
+    """Return ``theirs``, a function of one tensor; in our forwards on CPUs, it computes whole vectors only."""
+
+    @wraps(theirs)
+    def either(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_ours = isinstance(getcurrent(), ModelGreenlet) and rows.is_cpu and rows.is_floating_point()
+        if not is_ours or kwargs.get("inplace") or "out" in kwargs:
+            return theirs(rows, *args, **kwargs)
+        count = rows.numel()
+        if (padded := count_of(count, torch.get_num_threads())) == count and rows.is_contiguous():
+            return theirs(rows, *args, **kwargs)
+        flat = torch.cat([rows.reshape(-1), rows.new_zeros(padded - count)])
+        return theirs(flat, *args, **kwargs)[:count].view(rows.shape)
+
+    return either
 
 
 def register_attention() -> None:

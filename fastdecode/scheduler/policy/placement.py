@@ -242,8 +242,8 @@ class SegmentPlacement:
 
     def _speeds(self, sequence: TokenSequence, capacities: np.ndarray | None = None, most: Size = (0, 0)) -> np.ndarray:
         """Return the R-workers' speeds, 0 for lost R-workers and, if possible, for draining ones.
-        A draining one is used only if no other has room for the sequence or, with ``capacities``, for a segment of size
-        ``most``.
+        A draining R-worker is used only if no other R-worker has room for the sequence. With ``capacities``, room for a
+        segment of size ``most`` is enough.
         """
         speeds, accepting = self._workers.speeds.lasting.copy(), np.zeros(len(self._workers), bool)
         accepting[self._workers.accepting] = True

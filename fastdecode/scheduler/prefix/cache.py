@@ -73,7 +73,7 @@ class PrefixCache:
         self.sources: Sequence[Source] = (self.adopted, self.kept, self.parked)
 
     def _keeper(self, limits: Limits, names: Names) -> tuple[PrefixIndex, Keeper]:
-        """Return an index of prefixes, and the source that retains blocks, or recurrent states if layers have them."""
+        """Return an index of prefixes, and an object that keeps prefixes: as blocks, or as recurrent states."""
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)

@@ -40,7 +40,7 @@ def plan_points(planner: Planner, plan: Plan, prices: Prices) -> list[Point]:
 
 
 def alone_points(server: GpuServer, most_users: int, prices: Prices) -> list[Point]:
-    """Return points of the GPU alone, up to twice what its memory holds."""
+    """Return the plot's points for the GPU alone, up to twice as many users as its memory holds."""
     most = min(max(2 * server.most_sequences, 2), max(most_users, 2))
     sizes = np.unique(np.geomspace(1, most, MOST_POINTS).round().astype(int)).tolist()
     points = []

@@ -84,7 +84,7 @@ def search_parts(
         return float(np.median([runner.run([in_order(parts)])[0].seconds for _ in range(rounds)]))
 
     start = balanced(measured_prefill_model(profile, num_workers), num_tokens, num_workers)
-    # A search moves cuts by at least this many tokens, since smaller moves change the time less than noise does
+    # A search moves the cuts between prefill workers' parts by at least 16 tokens: noise hides the effect of fewer
     least_rows = 16
     # A search moves cuts by 1/32 of the prompt at first and by 1/128 at last. Small moves suffice from a good start
     first_stride, least_stride = 32, 128

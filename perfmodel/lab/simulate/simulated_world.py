@@ -30,7 +30,7 @@ class SimulatedWorld:
     A machine keeps its number for the whole run. The scheduler's index of an R-worker is its place; an R-worker that
     joins takes any vacant place. An event during a step takes effect at the step's end. ``next_arrival_seconds``: the
     next request's arrival, at which waiting ends. ``happened``: number of events by kind. ``num_ignored``: events that
-    could not happen: of absent workers, and joins of present ones.
+    could not happen, since the R-worker was absent, or was to join and present already.
     """
 
     def __init__(

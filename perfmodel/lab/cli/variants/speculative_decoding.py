@@ -86,7 +86,7 @@ def _cost(
 
 
 def _draft_s_part(args: argparse.Namespace, s_part: SPart, shape: ModelShape, draft: ModelShape) -> SPart:
-    """Return the draft model's S-part: by its sizes on a named GPU, else measured times scaled by weights."""
+    """Return the draft model's S-part: from its sizes on a named GPU, else the S-part's measured times, scaled."""
     if isinstance(s_part, RankSPart):
         rank = _draft_s_part(args, s_part.rank, shape, draft)
         return RankSPart(rank, draft, s_part.group)
