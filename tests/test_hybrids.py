@@ -253,7 +253,6 @@ def test_after_a_step_that_failed_states_are_computed_again(saved: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("kv_shard_tokens", 512),
         ("prefill_scratch", "1MiB"),
         ("prefill_parallel", "tsp"),
     ],

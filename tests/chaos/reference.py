@@ -69,9 +69,9 @@ def model_folder(name: str, drawn: Configuration, folder: Path) -> str:
     is_long = drawn.settings["max_model_len"] > model_zoo.POSITIONS
     path = folder / (f"{name}-long" if is_long else name)
     if name in HYBRIDS and not path.exists():
-        tiny_hybrids.built(
-            name, vocab_size=model_zoo.VOCABULARY, max_position_embeddings=model_zoo.POSITIONS
-        ).save_pretrained(path)
+        positions = LONG_POSITIONS if is_long else model_zoo.POSITIONS
+        model = tiny_hybrids.built(name, vocab_size=model_zoo.VOCABULARY, max_position_embeddings=positions)
+        model.save_pretrained(path)
     elif not path.exists():
         changes = {"max_position_embeddings": LONG_POSITIONS} if is_long else {}
         zoo = next((zoo for zoo in (latent_zoo, sparse_zoo) if name in zoo.CONFIGS), model_zoo)

@@ -159,7 +159,8 @@ class Round:
                 longest = len(sequence.prompt_token_ids) + sequence.max_tokens
                 fits = max(blocks) * config.block_size >= longest
                 if config.kv_shard_tokens:
-                    fits |= config.placing.fits_pool(longest, blocks, config.block_size)
+                    fixed = engine.scheduler.limits.state_blocks
+                    fits |= config.placing.fits_pool(longest, blocks, config.block_size, fixed=fixed)
                 self._hopeless[sequence.sequence_id] = not fits
             return found
 
