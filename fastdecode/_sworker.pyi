@@ -56,10 +56,10 @@ Floats = npt.NDArray[np.float32]
 def integer_isas() -> list[str]:
     """Return with which of "scalar", "avx2" and "avx512_vnni" this CPU can multiply integers, the best last."""
 
-def use_openmp(region: int) -> None:
-    """Run functions with a ``threads`` argument on OpenMP's threads, by GOMP_parallel at address ``region``.
+def use_openmp(region: int, thread_number: int) -> None:
+    """Run functions with a ``threads`` argument on OpenMP's threads.
 
-    With 0 they run on one thread.
+    ``region``, ``thread_number``: addresses of GOMP_parallel and omp_get_thread_num. With 0, functions use one thread.
     """
 
 def quantize(x: Rows, block: int, codes: Codes, scales: Floats, isa: str, threads: int) -> None:

@@ -24,6 +24,7 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.engine.compose.setup import check_ways  # noqa: E402
 from fastdecode.kinds import Dense, Recurrent  # noqa: E402
 from fastdecode.kinds.layout import KVLayout  # noqa: E402
+from fastdecode.kinds.recurrent import RANGES  # noqa: E402
 
 PAGE = ROOT / "docs" / "features.md"
 NUM_ROUNDS = 1000
@@ -104,7 +105,7 @@ All pairs of these give the tokens of one undisturbed R-worker, but those below:
 Ranks add sums in another order, so their equality holds in float32. `make chaos` draws the pairs; the site counts how
 often.
 
-`python scripts/features.py` writes this page; a test compares it.
+`python scripts/features.py` writes this page.
 """
 
 MATRIX_HEAD = f"""# How often chaos draws each pair
@@ -186,20 +187,39 @@ def _refusals() -> dict[frozenset[str], str]:
 
 def _of_states() -> str:
     """Return the text of further refusals for models with recurrent states."""
-    found = []
     kept = {"state_on": "s", "r_workers": "localhost:1", "session": "s", "journal": "r-workers", "keep_session": 9.0}
     alone = replace(LAYOUT, layers=LAYOUT.layers[1:])
-    for settings, layout, on_gpu in (
-        ({"state_on": "s"}, alone, False),
-        (kept, LAYOUT, False),
-        ({"prefill_parallel": "tsp"}, LAYOUT, False),
-        ({}, LAYOUT, True),
-    ):
-        try:
-            check_ways(EngineConfig(device="cpu", **settings), layout, on_gpu)
-        except ConfigError as error:
-            found.append(f"- {error}")
+    found = [
+        f"- {_refusal(settings, layout, on_gpu)}"
+        for settings, layout, on_gpu in (
+            ({"state_on": "s"}, alone, False),
+            (kept, LAYOUT, False),
+            ({"prefill_parallel": "tsp"}, LAYOUT, False),
+            ({}, LAYOUT, True),
+        )
+        if _refusal(settings, layout, on_gpu)
+    ]
+    others = (SETTINGS[name] for name in ("two copies", "ranks", "parked prefixes", "prefill workers"))
+    not_in_ranges = [_refusal(each | SETTINGS["ranges"]) for each in (*others, kept | {"state_on": "r"})]
+    settings = [
+        f"{name}: {_between(text, ', and ', ';')}."
+        for name, _, text in (each.partition(": ") for each in not_in_ranges)
+    ]
+    found.append(f"- {RANGES}, which these refuse. {' '.join(settings)}")
     return "\nOf recurrent states also:\n\n" + "\n".join(found)
+
+
+def _refusal(settings: dict[str, Any], layout: KVLayout = LAYOUT, on_gpu: bool = False) -> str:
+    """Return why a model of ``layout`` refuses ``settings``; "" if it accepts them."""
+    try:
+        check_ways(EngineConfig(device="cpu", **settings), layout, on_gpu)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _between(text: str, first: str, last: str) -> str:
+    return text.partition(first)[2].partition(last)[0]
 
 
 def _method(settings: dict[str, Any]) -> str:

@@ -208,13 +208,13 @@ def test_without_attention_r_workers_would_have_nothing() -> None:
 
 
 def test_memory_that_is_too_small_says_what_would_do() -> None:
-    assert StateRoom.of(1000, 10, max_num_seqs=40, copies=2).kept == 20
+    assert StateRoom.of(1000, 10, max_num_seqs=40, each=2).kept == 20
     with pytest.raises(
-        CapacityError, match=r"states of max_num_seqs 51 sequences twice .* at most --max-num-seqs 50, "
+        CapacityError, match=r"states of max_num_seqs 51 sequences, 2 each, .* at most --max-num-seqs 50, "
     ):
-        StateRoom.of(1000, 10, max_num_seqs=51, copies=2)
+        StateRoom.of(1000, 10, max_num_seqs=51, each=2)
     with pytest.raises(CapacityError, match="GiB for them: give at least --state-memory 1MiB, or --state-on r"):
-        StateRoom.of(9, 10, max_num_seqs=1, copies=1)
+        StateRoom.of(9, 10, max_num_seqs=1, each=1)
 
 
 class Pools:

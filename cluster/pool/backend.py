@@ -24,7 +24,7 @@ from fastdecode.core.errors import BackendError, DamagedError, WorkerLostError
 from fastdecode.core.optional import optional
 from fastdecode.core.parked import Chain, Parked
 from fastdecode.core.routes import routes_of_spans
-from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerReport
+from fastdecode.core.types import RWorkerInfo, StepPlan, StepReport, WorkerPlan, WorkerReport
 from fastdecode.core.weighing import Queries, WeighedRow, Weighing
 from fastdecode.kinds.layout import KVLayout
 
@@ -77,16 +77,10 @@ class PoolBackend(PoolMembers):
         self._submitted = np.zeros(self._step_shape)
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))
         try:
-            for index, part in enumerate(plan.workers):
-                try:
-                    self.workers[index].begin_step(part)
-                except FAILURES as error:
-                    self._failed(index, "the step's plan", error)
-            for index in range(len(self.workers)):
-                try:
-                    self.workers[index].begun()
-                except FAILURES as error:
-                    self._failed(index, "the step's plan", error)
+            parts = plan.workers
+            if plan.handovers:
+                parts = optional("handovers").hand_over(plan, self._send, self._unless_lost)
+            self._send(parts)
             self._blame(Verdict(*each) for each in self._suspects.items())
             self._suspects.clear()
             if self.audit.is_on:
@@ -94,6 +88,20 @@ class PoolBackend(PoolMembers):
         except BaseException:
             self.abandon_step()
             raise
+
+    def _send(self, parts: Sequence[WorkerPlan]) -> None:
+        """Send each R-worker its part of a step, and wait until all have begun it."""
+        for index, part in enumerate(parts):
+            self._tell(index, "the step's plan", methodcaller("begin_step", part))
+        for index in range(len(self.workers)):
+            self._tell(index, "the step's plan", methodcaller("begun"))
+
+    def _tell(self, index: int, what: str, call: Callable[[PoolWorker], None]) -> None:
+        """Call ``call`` with worker ``index``; ``what`` names the request in errors."""
+        try:
+            call(self.workers[index])
+        except FAILURES as error:
+            self._failed(index, what, error)
 
     def submit(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self._submitted[mini_batch, layer] = time.perf_counter()
@@ -122,10 +130,7 @@ class PoolBackend(PoolMembers):
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
         o = rows.gather(self._arithmetic.of_merges)
         for index, counts in rows.picks():
-            try:
-                self.workers[index].share(mini_batch, rows.layer, counts)
-            except FAILURES as error:
-                self._failed(index, "what its ranges pick", error)
+            self._tell(index, "what its ranges pick", methodcaller("share", mini_batch, rows.layer, counts))
         if self.audit.is_on:
             self.audit.arrived(mini_batch, rows, o)
         return o
@@ -139,10 +144,7 @@ class PoolBackend(PoolMembers):
         verdicts = self.audit.verdicts() if self.audit.is_on else []
         self._blame(verdicts)
         for index in range(len(self.workers)):
-            try:
-                self.workers[index].end_step()
-            except FAILURES as error:
-                self._failed(index, "the end of the step", error)
+            self._tell(index, "the end of the step", methodcaller("end_step"))
         reports = tuple(self._report(index) for index in range(len(self.workers)))
         lost, self._lost = tuple(self._lost), []
         faulty, self._faulty = tuple(self._faulty), []

@@ -6,7 +6,7 @@ Each R-worker gets its part of q, k, v; o is filled and merged; transfer times a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from fastdecode import _rworker
 from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.core.routes import is_empty
-from fastdecode.core.types import Merge, MiniBatchRoutes, Rows
+from fastdecode.core.types import Merge, MiniBatchRoutes, Route, Rows
 from fastdecode.kinds import Layer
 from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
@@ -37,20 +37,29 @@ class _Share(NamedTuple):
     partials: np.ndarray | None
 
 
+class _Form(NamedTuple):
+    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results."""
+
+    caches_rows: bool
+    o: tuple[int, int]
+    partials: tuple[int, int]
+
+
 class RoutedRows:
     """One mini-batch in a step: splits q, k, v by R-worker, layer by layer, and assembles o.
 
-    ``busy``: the R-workers with rows in this mini-batch. ``layer``: the last layer scattered, None before the first.
-    Layers of the same shape share their arrays.
+    ``layer``: the last layer scattered, None before the first. ``busy``: the R-workers with rows in that layer. Layers
+    of one kind and shape share their arrays.
     """
 
     def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
-        self.busy = [worker for worker, route in enumerate(routes.workers) if not is_empty(route)]
         self.layer: int | None = None
-        self._layout, self._routes = layout, routes.workers
+        self._layout, self._routes = layout, routes
+        self.busy = _busy(routes.workers)
+        self._of_kind: dict[bool, tuple[Sequence[Route], list[int]]] = {True: (routes.workers, self.busy)}
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
-        self._shares: dict[tuple[tuple[int, int], ...], tuple[np.ndarray, list[_Share]]] = {}
+        self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
@@ -60,10 +69,11 @@ class RoutedRows:
         q, k, v are as in ``AttentionBackend.submit``.
         """
         spec, self.layer = self._layout.layers[layer], layer
-        shapes = _output_shapes(spec)
-        if shapes not in self._shares:
-            self._shares[shapes] = self._make_shares(len(q), *shapes)
-        self._o, shares = self._shares[shapes]
+        self.busy = self._routes_of(spec.caches_rows)[1]
+        form = _form(spec)
+        if form not in self._shares:
+            self._shares[form] = self._make_shares(len(q), form)
+        self._o, shares = self._shares[form]
         for worker, in_place, q_rows, kv_rows, o, partials in shares:
             if in_place:
                 yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
@@ -104,7 +114,7 @@ class RoutedRows:
         gone = self._merge.with_part_of(worker)
         merged = self._merge.merged[gone]
         ends = merged["row"] + merged["num_rows"]
-        self._zeroed.append(self._routes[worker].o_rows)
+        self._zeroed.append(self._routes.workers[worker].o_rows)
         self._zeroed += map(slice, merged["row"].tolist(), ends.tolist())
         self._set_merge(self._merge.take(~gone))
 
@@ -117,17 +127,24 @@ class RoutedRows:
         """The description of the layer that was scattered last."""
         return None if self.layer is None else self._layout.layers[self.layer]
 
-    def _make_shares(
-        self, num_rows: int, shape: tuple[int, int], partial_shape: tuple[int, int]
-    ) -> tuple[np.ndarray, list[_Share]]:
-        """Return the output array o, and each involved R-worker's share of the rows, which have these shapes."""
-        o, shares = np.empty((num_rows, *shape), self._o.dtype), []
-        for worker in self.busy:
-            route = self._routes[worker]
-            partials = np.empty((route.num_partials, *partial_shape), np.float32) if route.num_partials else None
+    def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
+        """Return the output array o, and each involved R-worker's share of the rows, for layers of ``form``."""
+        o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
+        routes, busy = self._routes_of(form.caches_rows)
+        for worker in busy:
+            route = routes[worker]
+            partials = np.empty((route.num_partials, *form.partials), np.float32) if route.num_partials else None
             in_place = isinstance(route.q_rows, slice) and isinstance(route.kv_rows, slice)
             shares.append(_Share(worker, in_place, route.q_rows, route.kv_rows, o[route.o_rows], partials))
         return o, shares
+
+    def _routes_of(self, caches_rows: bool) -> tuple[Sequence[Route], list[int]]:
+        """Return the routes of one kind of layers, and the R-workers with rows: attending layers, or recurrent ones."""
+        if caches_rows not in self._of_kind:
+            recurrent = self._routes.recurrent
+            routes = recurrent() if recurrent else self._routes.workers
+            self._of_kind[caches_rows] = routes, _busy(routes)
+        return self._of_kind[caches_rows]
 
     def _take(self, name: str, worker: int, array: np.ndarray, rows: Rows) -> np.ndarray:
         """Return the rows ``rows`` of ``array``: a view if they are consecutive, else a copy in reused memory."""
@@ -146,9 +163,9 @@ class RoutedRows:
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
-        shapes = _output_shapes(spec)
-        found = [np.zeros((0, *shapes[1]), np.float32)] * len(self._routes)
-        for share in self._shares[shapes][1]:
+        form = _form(spec)
+        found = [np.zeros((0, *form.partials), np.float32)] * len(self._routes.workers)
+        for share in self._shares[form][1]:
             if share.partials is not None:
                 found[share.worker] = share.partials
         return found
@@ -180,7 +197,12 @@ def transfer_seconds(
     return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
 
 
+def _busy(routes: Sequence[Route]) -> list[int]:
+    """Return the R-workers that get rows by ``routes``."""
+    return [worker for worker, route in enumerate(routes) if not is_empty(route)]
+
+
 @functools.lru_cache(1024)
-def _output_shapes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of a row of o and of partial results."""
-    return layer.row_shapes[3], layer.partial_shape
+def _form(layer: Layer) -> _Form:
+    """Return the form of the results of ``layer``."""
+    return _Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)

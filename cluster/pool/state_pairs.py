@@ -207,7 +207,10 @@ class StatePair(PoolWorker):
 
     def export(self, sequence_id: int, start: int, num_tokens: int | None) -> np.ndarray:
         """See ``PoolWorker``. Returns the length of the R-worker's export (int64), that export, and layer states."""
-        parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
+        if num_tokens == 0:  # the state alone
+            parts = [np.zeros(0, np.uint8), self._states.export(sequence_id, start, 0)]
+        else:
+            parts = [each.export(sequence_id, start, num_tokens) for each in (self.r_worker, self._states)]
         return np.concatenate([np.frombuffer(_NUM_BYTES.pack(parts[0].nbytes), np.uint8), *parts])
 
     def import_(self, sequence_id: int, num_tokens: int, data: np.ndarray, start: int) -> None:
@@ -215,7 +218,8 @@ class StatePair(PoolWorker):
             raise ValueError(f"import: {len(data)} bytes do not fit a sequence whose states the S-worker keeps")
         (num_bytes,) = _NUM_BYTES.unpack(data[: _NUM_BYTES.size].tobytes())
         first, second = np.split(data[_NUM_BYTES.size :], [num_bytes])
-        self.r_worker.import_(sequence_id, num_tokens, first, start)
+        if num_tokens:
+            self.r_worker.import_(sequence_id, num_tokens, first, start)
         self._states.import_(sequence_id, num_tokens, second, start)
 
     @property

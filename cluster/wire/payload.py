@@ -30,12 +30,20 @@ Views = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class RowCounts(NamedTuple):
-    """Numbers of one R-worker's rows in a mini-batch: rows of q, of k and v, of o, and of partial results."""
+    """Numbers of one R-worker's rows in a mini-batch: rows of q, of k and v, of o, and of partial results.
+
+    ``own``: rows that the R-worker stores and that attend, whether their results are partial or not.
+    """
 
     queries: int
     stored: int
     outputs: int
     partials: int = 0
+    own: int = 0
+
+    def of(self, layer: Layer) -> RowCounts:
+        """Return the numbers of rows in ``layer``; a recurrent layer gets own rows only, and answers each of them."""
+        return self if layer.caches_rows else RowCounts(self.own, self.stored, self.own)
 
 
 class PayloadSlots:
@@ -142,7 +150,7 @@ def row_counts(spans: np.ndarray) -> RowCounts:
     counts = np.bincount(spans["mode"], spans["num_rows"], len(SpanMode)).astype(np.int64)
     append, attend, partial, read = counts.tolist()
     queries, stored = attend + partial + read, append + attend + partial
-    return RowCounts(queries, stored, attend, read + (_tail_rows(spans) if partial else 0))
+    return RowCounts(queries, stored, attend, read + (_tail_rows(spans) if partial else 0), attend + partial)
 
 
 def _tail_rows(spans: np.ndarray) -> int:
@@ -159,8 +167,9 @@ def _shapes_of(layer: Layer) -> tuple[tuple[int, int], ...]:
 
 
 def _shapes(layer: Layer, rows: RowCounts) -> list[tuple[int, int, int]]:
-    counts = (rows.queries, rows.stored, rows.stored, rows.outputs)
-    return [(count, *shape) for count, shape in zip((*counts, rows.partials), _shapes_of(layer), strict=True)]
+    rows = rows.of(layer)
+    counts = (rows.queries, rows.stored, rows.stored, rows.outputs, rows.partials)
+    return [(count, *shape) for count, shape in zip(counts, _shapes_of(layer), strict=True)]
 
 
 def encode_plan(plan: WorkerPlan) -> bytes:

@@ -108,14 +108,17 @@ class AskedPlacing:
             wanted = choose_range_tokens(longest, num_blocks, block_size, balanced, chunk_tokens)
         return Placing(wanted or UNLIMITED, self.kv_replicas)
 
-    def fits_pool(self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1) -> bool:
+    def fits_pool(
+        self, longest: int, num_blocks: Sequence[int], block_size: int, chunk_tokens: int = 1, fixed: int = 0
+    ) -> bool:
         """Return whether R-workers with ``num_blocks`` can hold a sequence of ``longest`` tokens in segments.
-        Unless settings give the segment length, the shortest one is tried.
+        Unless settings give the segment length, the shortest one is tried. ``fixed``: blocks that each segment takes
+        in addition to those of its tokens.
         """
         if not self.may_cut or (self.kv_shard_tokens is None and len(num_blocks) == 1):
             return False
         range_tokens = self.kv_shard_tokens or least_range_tokens(chunk_tokens)
-        return range_tokens is not None and fits_pool(longest, range_tokens, num_blocks, block_size)
+        return range_tokens is not None and fits_pool(longest, range_tokens, num_blocks, block_size, fixed)
 
 
 def choose_range_tokens(
@@ -149,10 +152,12 @@ def least_range_tokens(chunk_tokens: int) -> int | None:
     return max(SPLIT_TOKENS, chunk_tokens) if chunk_tokens & (chunk_tokens - 1) == 0 else None
 
 
-def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int) -> bool:
+def fits_pool(longest: int, range_tokens: int, num_blocks: Sequence[int], block_size: int, fixed: int = 0) -> bool:
     """Return whether R-workers with ``num_blocks`` blocks hold ``longest`` tokens in segments of ``range_tokens``."""
     blocks = np.array(num_blocks)
-    return pool_holds(sizes_of(longest, range_tokens, block_size), np.column_stack([blocks, blocks * block_size]))
+    return pool_holds(
+        sizes_of(longest, range_tokens, block_size, fixed), np.column_stack([blocks, blocks * block_size])
+    )
 
 
 def pool_holds(sizes: Sequence[Size], capacities: np.ndarray) -> bool:
@@ -173,10 +178,12 @@ def slots_beside(other: np.ndarray, whole: np.ndarray, left: np.ndarray) -> np.n
     return np.where(fits, beside, -1)
 
 
-def sizes_of(num_tokens: int, segment_tokens: int, block_size: int) -> list[Size]:
-    """Return the blocks and tokens of each segment of a sequence of ``num_tokens`` tokens."""
+def sizes_of(num_tokens: int, segment_tokens: int, block_size: int, fixed: int = 0) -> list[Size]:
+    """Return the blocks and tokens of each segment of a sequence of ``num_tokens`` tokens.
+    ``fixed``: blocks of each segment in addition to those of its tokens.
+    """
     tokens = [min(segment_tokens, num_tokens - start) for start in starts(num_tokens, segment_tokens)]
-    return [(-(-each // block_size), each) for each in tokens]
+    return [(fixed - (-each // block_size), each) for each in tokens]
 
 
 def starts(num_tokens: int, segment_tokens: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ def plan_mini_batch(
             Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
             for rows, route in zip(copied.rows, routes, strict=True)
         ]
-    return tuple(spans), MiniBatchRoutes(tuple(routes), merge)
+    recurrent = partial(_own_routes, chunks, bounds, False) if has_tails else None
+    return tuple(spans), MiniBatchRoutes(tuple(routes), merge, recurrent)
 
 
 def routes_of_spans(workers: Sequence[WorkerPlan]) -> tuple[MiniBatchRoutes, ...]:

@@ -22,13 +22,15 @@ class StateRoom:
     in_flight: int
 
     @classmethod
-    def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, copies: int) -> StateRoom:
-        """Divide ``memory_bytes`` into states. Raise CapacityError if ``max_num_seqs`` sequences need more memory."""
-        num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * copies
+    def of(cls, memory_bytes: int, state_bytes: int, max_num_seqs: int, each: int) -> StateRoom:
+        """Divide ``memory_bytes`` into states. Raise CapacityError if ``max_num_seqs`` sequences need more memory.
+        ``each``: most states of one sequence, for its ranges and their second copies.
+        """
+        num_states, in_flight = memory_bytes // state_bytes, max_num_seqs * each
         if num_states < in_flight:
-            most = f"at most --max-num-seqs {num_states // copies}, " if num_states >= copies else ""
+            most = f"at most --max-num-seqs {num_states // each}, " if num_states >= each else ""
             raise CapacityError(
-                f"state_on: the states of max_num_seqs {max_num_seqs} sequences{' twice' if copies > 1 else ''} "
+                f"state_on: the states of max_num_seqs {max_num_seqs} sequences{f', {each} each,' if each > 1 else ''} "
                 f"take {in_flight * state_bytes / 2**30:.3g} GiB, {state_bytes:,} bytes each, and the S-worker may "
                 f"have {memory_bytes / 2**30:.3g} GiB for them: give {most}at least --state-memory "
                 f"{-(-in_flight * state_bytes // 2**20)}MiB, or --state-on r, with which R-workers keep them"

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdecode.core.remote_prefill import RemotePrefill
 from fastdecode.core.routes import plan_mini_batch, read_ends
-from fastdecode.core.types import CONTROL, StepPlan, WorkerPlan
+from fastdecode.core.types import CONTROL, Handover, StepPlan, WorkerPlan
 
 CHUNK = np.dtype(
     [
@@ -186,7 +186,7 @@ class ScheduledStep:
     R-workers have the controls. ``arrived``: sequences whose prompts prefill workers have computed: the controls commit
     their keys and values, and this step samples their first token. ``drafts``: draft tokens of decoding sequences, by
     sequence. ``taps``: per mini-batch, the rows whose queries must be kept until the step ends, int64 [num_tapped];
-    empty if there are none.
+    empty if there are none. ``handovers``: recurrent states to copy before the rows, for segments that begin.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -196,6 +196,7 @@ class ScheduledStep:
     arrived: tuple[int, ...] = ()
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
     taps: tuple[np.ndarray, ...] = ()
+    handovers: tuple[Handover, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -248,7 +249,7 @@ class ScheduledStep:
             WorkerPlan(np.array(list(controls), dtype=CONTROL), tuple(spans[worker] for spans, _ in parts))
             for worker, controls in enumerate(self.controls)
         )
-        return StepPlan(workers, tuple(routes for _, routes in parts))
+        return StepPlan(workers, tuple(routes for _, routes in parts), self.handovers)
 
 
 def deal(decodes: MiniBatch, prompts: Iterable[Chunk], num_mini_batches: int) -> tuple[MiniBatch, ...]:

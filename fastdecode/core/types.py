@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -145,21 +146,41 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
-    """The routes of one mini-batch: a Route per R-worker, and the merging of partial results."""
+    """The routes of one mini-batch: a Route per R-worker, and the merging of partial results.
+    ``recurrent``: computes the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for
+    PARTIAL spans, instead of partial results. Second copies have no rows in these routes.
+    """
 
     workers: tuple[Route, ...]
     merge: Merge = NO_MERGE
+    recurrent: Callable[[], Sequence[Route]] | None = None
+
+
+class Handover(NamedTuple):
+    """A recurrent state to copy before a step: a new segment begins from the state at the end of the previous one.
+    R-worker ``source`` holds the previous segment as ``source_id``, of ``source_tokens`` tokens. R-worker ``target``
+    gets its state as the new sequence ``cache_id``, whose first token is token ``start`` of the whole sequence.
+    """
+
+    source: int
+    source_id: int
+    source_tokens: int
+    target: int
+    cache_id: int
+    start: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step of every R-worker, in order of index; all have the same number of mini-batches.
     ``routes``: per mini-batch. A plan that tests write by hand, without READ and PARTIAL spans, may have none: then
-    rows are in the order of the R-workers' spans (``routes_of_spans``).
+    rows are in the order of the R-workers' spans (``routes_of_spans``). ``handovers``: recurrent states to copy after
+    the controls and before the rows.
     """
 
     workers: tuple[WorkerPlan, ...]
     routes: tuple[MiniBatchRoutes, ...] = ()
+    handovers: tuple[Handover, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -160,3 +160,10 @@ class KVLayout:
     @property
     def _state_row_bytes(self) -> int:
         return max((layer.state_row_bytes for layer in self.kept_apart), default=0)
+
+
+def may_cut(layout: KVLayout, is_asked: bool) -> bool:
+    """Return whether sequences of a model may be cut into ranges. ``is_asked``: the user has chosen their length.
+    Without that choice a model with recurrent layers is not cut, since each of its ranges takes a state.
+    """
+    return not layout.cannot("ranges") and (is_asked or not layout.kept_apart)

@@ -11,12 +11,16 @@ from fastdecode.core.dtypes import WIRE_DTYPE
 from fastdecode.kinds.kind import MAX_HEADS, HeadDim, Heads, LayerKind, Number, Shape, Way
 
 KEEPS = "this model keeps a state per sequence"
-BESIDE = f"{KEEPS} beside its cache"
+RANGES = "this model keeps a state per range (kv_shard_tokens)"
 HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
-    "ranges": f"{BESIDE}: a state covers all tokens of a sequence, so no range of them has its own; leave it out",
-    "tsp": f"{BESIDE}: prefill workers pass it from part to part, as kvr does; leave it out",
+    "tsp": f"{KEEPS} beside its cache: prefill workers pass it from part to part, as kvr does; leave it out",
+    "states in ranges, ranks": f"{RANGES}, and ranks do not copy it; leave one of them out",
+    "states in ranges, sessions": f"{RANGES}, and the next S-worker adopts only one; leave one of them out",
+    "states in ranges, parking": f"{RANGES}, and disks keep one per prefix; leave one of them out",
+    "states in ranges, prefill workers": f"{RANGES}, and prefill workers store one per prompt; leave one of them out",
+    "states in ranges, copies": f"{RANGES}, and two copies of it gave other tokens in tests; leave one of them out",
     "states here, sessions": f"{HERE} reach the next one as files beside the journal, which R-workers cannot keep; "
     "give journal as a folder, or state_on r",
     "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "
@@ -25,7 +29,7 @@ CANNOT: dict[Way, str] = {
     "and it has no port for them; give state_on r, or leave it out",
     "states here, ranks": f"{HERE} belong to one process, and ranks are several; give state_on r, or leave it out",
     "states there, memory here": "this memory is for states that the S-worker keeps (state_on s); leave it out",
-    "scratch": f"{BESIDE}: its prompts attend where keys and values are, on R-workers; leave it out",
+    "scratch": f"{KEEPS} beside its cache: its prompts attend where keys and values are, on R-workers; leave it out",
 }
 """The reason for each engine feature that recurrent states do not support."""
 
@@ -77,7 +81,7 @@ class Recurrent(LayerKind, frozen=True, tag="recurrent"):
 
     @property
     def partial_shape(self) -> Shape:
-        """A placeholder, never used: a sequence with a recurrent state is not cached in ranges."""
+        """A placeholder, never used: a recurrent layer answers each row in full, also for a sequence in ranges."""
         return self.num_heads, 2 + self.value_head_dim
 
     @property

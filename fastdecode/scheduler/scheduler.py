@@ -147,7 +147,8 @@ class Scheduler:
         drafts = self._drafts.place(self._rows, chunks, self.load_limit.strict) if self._drafts else {}
         mini_batches = deal(self._table.mini_batch(self._rows), chunks, self.limits.num_mini_batches)
         prefills, arrived = self._prefills.take() if self._prefills is not None else ((), ())
-        return ScheduledStep(mini_batches, self.store.workers.take_controls(), num_starts, prefills, arrived, drafts)
+        controls, handed_over = self.store.workers.take_controls(), self.store.tails.handovers(mini_batches)
+        return ScheduledStep(mini_batches, controls, num_starts, prefills, arrived, drafts, handovers=handed_over)
 
     def controls_alone(self) -> ScheduledStep:
         """Return a step without rows, with the pending controls for the R-workers."""

@@ -90,6 +90,11 @@ class TokenSequence:
         return len(self.segments) > 1
 
     @property
+    def begins_tail(self) -> bool:
+        """True if the tail follows another segment and has no tokens yet."""
+        return self.num_closed > 0 and self.tail.num_tokens == 0
+
+    @property
     def num_tokens(self) -> int:
         """The number of prompt and output tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

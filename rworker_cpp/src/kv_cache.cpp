@@ -118,6 +118,7 @@ void KVCache::commit_step() {
         sequence.born_in_step = false;
     }
     grown_.clear();
+    drop_unbegun();
 }
 
 void KVCache::abandon_step(bool written) {
@@ -174,7 +175,7 @@ void KVCache::fork(const Control& control) {
     for (std::int64_t i = 0; i < (source.state_blocks.empty() ? 0 : states_.num_filled()); ++i)
         edits_.push_back({source.state_blocks[i], copy.state_blocks[i], -1});
     copy.kept = source.kept, copy.first_kept = source.first_kept, copy.num_kept = source.num_kept;
-    copy.kept_lone = source.kept_lone;
+    copy.kept_lone = source.kept_lone, copy.state_base = source.state_base;
     remember(control.sequence_id);
     sequences_.emplace(control.sequence_id, std::move(copy));
 }
@@ -229,8 +230,6 @@ void KVCache::grow(const Span& span) {
         throw Error(name + ": it is incoming; commit comes first");
     if (found != sequences_.end() && found->second.state_spoilt)
         throw Error(name + ": its state was written by a step that was abandoned; release comes first");
-    if (states_.num_blocks() && span.mode == SpanMode::partial)
-        throw Error(name + ": mode must be 0 (append) or 1 (attend), since some layers have states");
     if (span.num_rows > pool_.num_blocks() * block_size_)
         throw Error(name + ": out of blocks: a bug in the scheduler: num_rows is " + std::to_string(span.num_rows) +
                     ", more than the whole cache holds");
@@ -246,10 +245,10 @@ void KVCache::grow(const Span& span) {
     }
     Sequence& sequence = found->second;
     sequence.pending_length = length + span.num_rows;
-    const std::int64_t least = span.mode == SpanMode::attend ? states_.least_kept() : 1;
+    const std::int64_t least = span.has_queries() ? states_.least_kept() : 1;
     if (span.num_rows >= least && span.num_rows <= states_.most_kept())
         sequence.coming = sequence.spare ? std::move(sequence.spare) : KeptRows(new std::uint8_t[states_.kept_bytes()]);
-    sequence.coming_lone = sequence.coming && span.num_rows == 1 && span.mode == SpanMode::attend;
+    sequence.coming_lone = sequence.coming && span.num_rows == 1 && span.has_queries();
     grown_.push_back(span.sequence_id);
     while (std::int64_t(sequence.blocks.size()) < blocks_for(sequence.pending_length))
         sequence.blocks.push_back(pool_.take());
@@ -262,7 +261,6 @@ void KVCache::take_state(Sequence& sequence) {
 /// A closed range is one node of the tree in which splits are merged, so its number of splits is a power of two.
 void KVCache::check_read(const Span& span) const {
     const std::string name = "span that reads " + name_of(span.sequence_id);
-    if (states_.num_blocks()) throw Error(name + ": mode must be 0 (append) or 1 (attend), since some layers have states");
     const std::int64_t length = whole_sequence(span.sequence_id).length;
     if (length % kSplitTokens != 0 || !std::has_single_bit(std::uint64_t(length / kSplitTokens)))
         throw Error(name + ": it holds " + std::to_string(length) + " tokens; a closed range has " +

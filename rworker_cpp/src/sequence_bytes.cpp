@@ -29,6 +29,13 @@ void require_of_import(bool holds, const std::string& message) {
     if (!holds) throw Error("import: " + message);
 }
 
+/// A state that begins a later segment: tokens before the segment. The bound keeps positions within int64.
+void require_base(std::int64_t base) {
+    constexpr std::int64_t most = std::int64_t(1) << 40;
+    require_of_import(base > 0 && base <= most, "a state of " + std::to_string(base) + " tokens before its segment; at most " +
+                                                    std::to_string(most) + ", and at least 1");
+}
+
 }  // namespace
 
 std::int64_t KVCache::sequence_bytes(std::int64_t num_tokens) const {
@@ -116,7 +123,15 @@ void KVCache::export_sequence(std::int64_t sequence_id, std::int64_t start, std:
                    codec.read_value(place, value);
                });
     const Sequence& sequence = whole_sequence(sequence_id);
-    if (has_state_at(sequence_id, start + num_tokens)) copy_state(sequence, out + sequence_bytes(num_tokens));
+    if (!has_state_at(sequence_id, start + num_tokens)) return;
+    copy_state(sequence, out + sequence_bytes(num_tokens));
+    if (sequence.state_base)
+        std::memcpy(out + sequence_bytes(num_tokens) + states_.num_bytes(), &sequence.state_base, sizeof(std::int64_t));
+}
+
+std::int64_t KVCache::state_bytes(std::int64_t sequence_id, std::int64_t num_tokens) const {
+    if (!has_state_at(sequence_id, num_tokens)) return 0;
+    return states_.num_bytes() + (sequence(sequence_id).state_base ? std::int64_t(sizeof(std::int64_t)) : 0);
 }
 
 void KVCache::export_layer(std::int64_t sequence_id, std::int64_t layer, bool as_blocks, std::uint8_t* out) const {
@@ -169,14 +184,22 @@ void KVCache::set_state(const Sequence& sequence, const std::uint8_t* data) cons
 
 void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                               std::span<const std::uint8_t> data) {
+    if (num_tokens == 0 && start > 0 && !sequences_.contains(sequence_id)) return begin_from_state(sequence_id, start, data);
     check_import(sequence_id, start, num_tokens);
     const std::int64_t num_bytes = std::int64_t(data.size()), length = start + num_tokens;
-    require_of_import(num_bytes == sequence_bytes(num_tokens) ||
-                          (states_.num_blocks() && num_bytes == sequence_bytes(num_tokens) + states_.num_bytes()),
+    const std::int64_t state_bytes = num_bytes - sequence_bytes(num_tokens), base_bytes = sizeof(std::int64_t);
+    require_of_import(state_bytes == 0 || (states_.num_blocks() && (state_bytes == states_.num_bytes() ||
+                                                                     state_bytes == states_.num_bytes() + base_bytes)),
             "data has " + std::to_string(num_bytes) + " bytes; keys and values of " + std::to_string(num_tokens) +
                 " tokens take " + std::to_string(sequence_bytes(num_tokens)) + " in this cache's layers and dtype");
+    std::int64_t base = 0;
+    if (state_bytes > states_.num_bytes()) {
+        std::memcpy(&base, data.data() + num_bytes - base_bytes, sizeof(std::int64_t));
+        require_base(base);
+    }
     Sequence& target = grown(sequence_id, length, true);
-    if (num_bytes > sequence_bytes(num_tokens)) {
+    if (base) target.state_base = base;
+    if (state_bytes > 0) {
         set_state(target, data.data() + sequence_bytes(num_tokens));
         target.state_spoilt = false;
     }
@@ -187,6 +210,32 @@ void KVCache::import_sequence(std::int64_t sequence_id, std::int64_t start, std:
             codec.write_value(place, value);
         });
     note_full(sequence_id, start);
+}
+
+void KVCache::begin_from_state(std::int64_t sequence_id, std::int64_t base, std::span<const std::uint8_t> data) {
+    const std::int64_t num_bytes = std::int64_t(data.size()), base_bytes = sizeof(std::int64_t);
+    require_of_import(states_.num_blocks() && (num_bytes == states_.num_bytes() || num_bytes == states_.num_bytes() + base_bytes),
+                      "data has " + std::to_string(num_bytes) + " bytes, and a state in this cache takes " +
+                          std::to_string(states_.num_bytes()));
+    require_of_import(states_.num_blocks() <= pool_.num_free(),
+                      "out of blocks: a state takes " + std::to_string(states_.num_blocks()) + ", and " +
+                          std::to_string(pool_.num_free()) + " are free");
+    require_base(base);
+    Sequence& target = grown(sequence_id, 0, false);
+    set_state(target, data.data());
+    target.state_spoilt = false;
+    target.state_base = base;
+    begun_.push_back(sequence_id);
+}
+
+void KVCache::drop_unbegun() {
+    for (const std::int64_t id : begun_) {
+        const auto found = sequences_.find(id);
+        if (found == sequences_.end() || found->second.length > 0) continue;
+        for (const std::int32_t block : found->second.state_blocks) pool_.drop_reference(block);
+        sequences_.erase(found);
+    }
+    begun_.clear();
 }
 
 /// Returns the sequence, new or not, with blocks for `length` committed tokens; `cleared`: new blocks are zeros. A state

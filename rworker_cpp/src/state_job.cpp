@@ -44,9 +44,11 @@ void StateJob::plan(std::span<const Span> spans) {
     rows_.clear();
     std::int64_t first = 0;
     for (const Span& span : spans) {
+        if (!span.is_stored()) continue;
         const Sequence& of = cache_.sequence(span.sequence_id);
-        rows_.push_back({of.state_blocks.data(), first, span.num_rows, span.context_len, of.kept.get(), of.first_kept,
-                         of.num_kept, of.coming.get(), span.mode == SpanMode::attend, of.kept_lone && of.num_kept == 1});
+        rows_.push_back({of.state_blocks.data(), first, span.num_rows, of.state_base + span.context_len, of.kept.get(),
+                         of.first_kept, of.num_kept, of.coming.get(), span.has_queries(),
+                         of.kept_lone && of.num_kept == 1});
         first += span.num_rows;
     }
     reserve_counters();
@@ -54,7 +56,7 @@ void StateJob::plan(std::span<const Span> spans) {
 
 void StateJob::plan(std::int64_t sequence_id, std::int64_t count) {
     const Sequence& of = cache_.sequence(sequence_id);
-    const std::int64_t position = of.length - of.num_kept + count;
+    const std::int64_t position = of.state_base + of.length - of.num_kept + count;
     rows_ = {{of.state_blocks.data(), 0, 0, position, of.kept.get(), of.first_kept, count, nullptr, false, false}};
     reserve_counters();
 }

@@ -92,6 +92,7 @@ void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
             mini_batch.rows.queries += span.has_queries() ? span.num_rows : 0;
             mini_batch.rows.stored += span.is_stored() ? span.num_rows : 0;
             mini_batch.rows.out += span.mode == SpanMode::attend ? span.num_rows : 0;
+            mini_batch.rows.own += span.has_queries() && span.is_stored() ? span.num_rows : 0;
             mini_batch.rows.partials += span.num_rows * span.num_nodes();
         }
         for (const std::int64_t layer : shapes_) {
@@ -130,10 +131,10 @@ const Worker::MiniBatch& Worker::mini_batch_at(std::int64_t index) const {
 }
 
 RowCount Worker::row_count(std::int64_t mini_batch, std::int64_t layer) const {
-    const RowCount rows = mini_batch_at(mini_batch).rows;
+    mini_batch_at(mini_batch);
     require(layer >= 0 && layer < std::int64_t(cache_.layers().size()),
             "layer is " + std::to_string(layer) + "; there are " + std::to_string(cache_.layers().size()));
-    return rows;
+    return mini_batches_[mini_batch].rows.of(cache_.layers()[layer]);
 }
 
 void Worker::check_submit(std::int64_t mini_batch, std::int64_t layer) const {
@@ -186,7 +187,7 @@ void Worker::submit(std::int64_t mini_batch, std::int64_t layer, const Payload& 
     prepare(mini_batch, layer, payload);
     const auto is_brief = [](const LayerJob* job) { return job->brief(); };
     const bool here = std::all_of(target.jobs.begin(), target.jobs.end(), is_brief) && idle();
-    if (target.rows.any())
+    if (row_count(mini_batch, layer).any())
         for (LayerJob* job : target.jobs) here ? pool_.run_here(*job) : pool_.submit(*job);
     target.outstanding = true;
     target.submitted[layer] = 1;
@@ -198,7 +199,7 @@ void Worker::run(std::int64_t mini_batch, std::int64_t layer, const Payload& pay
     MiniBatch& target = mini_batches_[mini_batch];
     prepare(mini_batch, layer, payload);
     edits_.wait();
-    if (target.rows.any())
+    if (row_count(mini_batch, layer).any())
         for (LayerJob* job : target.jobs) pool_.run_here(*job);
     target.submitted[layer] = 1;
     finish(mini_batch);
@@ -226,8 +227,9 @@ void Worker::wait(std::int64_t mini_batch) {
 void Worker::finish(std::int64_t mini_batch) {
     MiniBatch& done = mini_batches_[mini_batch];
     done.outstanding = false;
-    if (!done.rows.any()) return;
-    const std::size_t cell = mini_batch * cache_.layers().size() + done.jobs.front()->layer();
+    const std::int64_t layer = done.jobs.front()->layer();
+    if (!row_count(mini_batch, layer).any()) return;
+    const std::size_t cell = mini_batch * cache_.layers().size() + layer;
     report_.busy_start[cell] = done.jobs.front()->start_seconds;
     report_.busy_end[cell] = done.jobs.back()->end_seconds;
     for (const LayerJob* job : done.jobs) {
@@ -240,11 +242,10 @@ void Worker::check_all_done(const std::string& what) const {
     for (std::size_t i = 0; i < mini_batches_.size(); ++i) {
         const std::string name = what + ": mini-batch " + std::to_string(i);
         require(!mini_batches_[i].outstanding, name + " has a layer outstanding; wait for it first");
-        if (!mini_batches_[i].rows.any()) continue;
-        const auto& submitted = mini_batches_[i].submitted;
-        const auto missing = std::find(submitted.begin(), submitted.end(), 0);
-        require(missing == submitted.end(), name + ": layer " + std::to_string(missing - submitted.begin()) +
-                                                " was never submitted; submit every layer or abandon_step");
+        for (std::size_t layer = 0; layer < cache_.layers().size(); ++layer)
+            require(mini_batches_[i].submitted[layer] || !mini_batches_[i].rows.of(cache_.layers()[layer]).any(),
+                    name + ": layer " + std::to_string(layer) +
+                        " was never submitted; submit every layer or abandon_step");
     }
 }
 
@@ -270,6 +271,7 @@ void Worker::abandon_step() {
     }
     if (written && cache_.states().num_blocks()) settle_others();
     cache_.abandon_step(written);
+    cache_.drop_unbegun();
     in_step_ = false;
 }
 
@@ -291,8 +293,7 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
 std::int64_t Worker::export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
     require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
     cache_.check_export(sequence_id, start, num_tokens);
-    const bool with_state = cache_.has_state_at(sequence_id, start + num_tokens);
-    return cache_.sequence_bytes(num_tokens) + (with_state ? cache_.states().num_bytes() : 0);
+    return cache_.sequence_bytes(num_tokens) + cache_.state_bytes(sequence_id, start + num_tokens);
 }
 
 void Worker::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,

@@ -257,8 +257,9 @@ void bind_integers(py::module_& module) {
         for (const IntegerKernels* kernels : supported_integer_kernels()) names.emplace_back(kernels->isa);
         return names;
     });
-    module.def("use_openmp", [](std::uintptr_t region) {
+    module.def("use_openmp", [](std::uintptr_t region, std::uintptr_t number) {
         parallel_region() = reinterpret_cast<ParallelRegion>(region);
+        thread_number() = reinterpret_cast<ThreadNumber>(number);
     });
 }
 

@@ -39,13 +39,15 @@ struct CodePlace {
 };
 
 /// One pass of `rows` rows over a panel. `start`: what each column's sums begin with where rows are unsigned. `sums`:
-/// [rows, PANEL].
+/// [rows, PANEL]. `ahead`: memory that the pass prefetches, `ahead_step` bytes per quad.
 struct PanelProduct {
     const void* codes;
     std::size_t rows, quads;
     const std::int8_t* panel;
     const std::int32_t* start;
     std::int32_t* sums;
+    const std::int8_t* ahead;
+    std::size_t ahead_step;
 };
 
 /// out = (sums · column_scale) · row_scale + bias; `sums` [rows, sums_stride], `out` [rows, out_stride].

@@ -43,9 +43,13 @@ void multiply_rows(const PanelProduct& job) {
     for (std::size_t row = 0; row < ROWS; ++row) total[row][0] = left, total[row][1] = right;
     const Code* codes = static_cast<const Code*>(job.codes);
     const std::int8_t* weights = job.panel;
+    const std::int8_t* ahead = job.ahead;
     for (const std::int8_t* end = weights + job.quads * PANEL * QUAD; weights != end;
-         weights += PANEL * QUAD, codes += ROWS * QUAD)
+         weights += PANEL * QUAD, codes += ROWS * QUAD, ahead += job.ahead_step) {
+        _mm_prefetch(ahead, _MM_HINT_T1);
+        _mm_prefetch(ahead + job.ahead_step / 2, _MM_HINT_T1);
         add_quad<ROWS>(codes, weights, total);
+    }
     store<ROWS>(total, job.sums);
 }
 

@@ -14,10 +14,17 @@ typedef std::int32_t I32x16 __attribute__((vector_size(64)));
 constexpr float ROUNDER = 12582912.0f;
 constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
 
+/// x within ±most; NaN stays NaN. By integers: compilers split float comparisons into paths, and compute each of them.
+inline float clipped(float x, float most) {
+    const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x), magnitude = bits & 0x7fffffffu;
+    const std::uint32_t limit = __builtin_bit_cast(std::uint32_t, most);
+    const bool is_beyond = magnitude > limit && magnitude <= 0x7f800000u;
+    return __builtin_bit_cast(float, is_beyond ? limit | (bits & 0x80000000u) : bits);
+}
+
 /// e^x within 2 units of rounding, with a fixed order of operations; x is clipped to ±87.
 inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 87.0f ? 87.0f : x;
+    x = clipped(x, 87.0f);
     const float shifted = x * 1.44269504f + ROUNDER;
     const float whole = shifted - ROUNDER;
     const float rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;

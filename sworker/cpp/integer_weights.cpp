@@ -141,19 +141,25 @@ const char* GroupedProduct::quantize(const SourceRows<T>& source, const float* p
     return codes;
 }
 
-/// `done(group, block, panel, sums)`: handles the sums of a block of rows and a panel of its group's weights.
+/// `done(group, block, panel, sums)`: handles the sums of a block of rows and a panel of its group's weights. The passes
+/// over a panel prefetch the next one: in two halves, or at once if there is only one pass.
 template <typename Done>
 void GroupedProduct::multiply_panels(const char* codes, const Runner& runner, const Done& done) const {
-    const std::size_t panels = any().panels(), quads = any().quads();
-    const std::size_t row_bytes = quads * QUAD * runner.kernels->code_bytes;
-    parallel_for(groups_.size() * panels, runner.threads, [&](std::size_t task) {
-        const std::size_t group = task / panels, panel = task % panels;
+    const std::size_t panels = any().panels(), quads = any().quads(), tasks = groups_.size() * panels;
+    const std::size_t row_bytes = quads * QUAD * runner.kernels->code_bytes, half_panel = quads * QUAD * PANEL / 2;
+    constexpr std::size_t line = 64;
+    parallel_for(tasks, runner.threads, [&](std::size_t task) {
+        const std::size_t group = task / panels, panel = task % panels, next = std::min(task + 1, tasks - 1);
         const IntegerWeights& weights = *groups_[group].weights;
+        const std::int8_t* ahead = groups_[next / panels].weights->panel(next % panels);
         alignas(64) std::int32_t sums[MOST_ROWS * PANEL];
-        for (std::size_t index = first_blocks_[group]; index < first_blocks_[group + 1]; ++index) {
+        const std::size_t first = first_blocks_[group], end = first_blocks_[group + 1];
+        for (std::size_t index = first; index < end; ++index) {
             const Block& block = blocks_[index];
+            const std::size_t pass = index - first, step = end - first == 1 ? 2 * line : pass < 2 ? line : 0;
             runner.kernels->multiply({codes + block.begin * row_bytes, block.size, quads, weights.panel(panel),
-                                      weights.starts_.data() + panel * PANEL, sums});
+                                      weights.starts_.data() + panel * PANEL, sums,
+                                      ahead + (pass == 1 ? half_panel : 0), step});
             done(weights, block, panel, sums);
         }
     });

@@ -44,9 +44,10 @@ def integer_isa() -> str:
 
 def use_openmp() -> None:
     """Run the kernels on the threads that torch's OpenMP has, if torch uses OpenMP."""
-    region = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if region is not None:
-        _sworker.use_openmp(ctypes.cast(region, ctypes.c_void_p).value or 0)
+    openmp = ctypes.CDLL(None)
+    functions = [getattr(openmp, name, None) for name in ("GOMP_parallel", "omp_get_thread_num")]
+    if None not in functions:
+        _sworker.use_openmp(*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions))
 
 
 def is_exact(isa: str) -> bool:

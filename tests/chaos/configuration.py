@@ -120,9 +120,8 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     pool = rng.choice(pools.get(kind, ["inproc", "spawn", "spawn", "tcp", "tcp"][: 4 if is_small else 5]))
     num_workers = rng.randint(2, 2 if is_small else 3 if kind in ("ranks", "mpi", "ray") else 4)
     settings = _draw_settings(rng, kind, has_ranges, longest, architecture)
-    hybrid = (
-        _draw_hybrid(seed) if kind in ("plain", "prefill", "ranks") and architecture != DEMO and not has_ranges else ""
-    )
+    kinds_of_hybrids = ("plain", "mpi", "ray") if has_ranges else ("plain", "prefill", "ranks")
+    hybrid = _draw_hybrid(seed) if kind in kinds_of_hybrids and architecture != DEMO else ""
     if is_small and "model" in settings.get("speculative_config", {}):  # this setting loads another model
         del settings["speculative_config"]
     asks = _draw_asks(rng, kind, has_ranges, architecture, longest, is_small)
@@ -135,8 +134,10 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
+        settings["kv_replicas"] = 1 if has_ranges else settings["kv_replicas"]
     settings = _exact(settings | _draw_integers(seed, kind), architecture)
-    settings |= draw_parking(seed, kind, settings, bool(hybrid))
+    if not (hybrid and has_ranges):
+        settings |= draw_parking(seed, kind, settings, bool(hybrid))
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
 
 

@@ -35,9 +35,11 @@ def built(model_type: str, **changes: int) -> Any:
     return model_zoo.randomised(model, 0.4, 0.15)
 
 
-def save_with_texts(folder: Path, model_type: str, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def save_with_texts(
+    folder: Path, model_type: str, prompts: list[list[int]], num_tokens: int, **changes: int
+) -> list[list[int]]:
     """Save a model of random weights in ``folder``; return its greedy tokens after each prompt."""
-    model = built(model_type)
+    model = built(model_type, **changes)
     model.save_pretrained(folder)
     tokens = [generated(model, prompt, num_tokens) for prompt in prompts]
     assert len({token for each in tokens for token in each}) > 16, "tokens that vary"

@@ -232,7 +232,7 @@ def test_plan_says_why_the_s_worker_cannot_keep_states(tmp_path: Path, capsys: p
     for words, message in (
         ([*dense, "--state-on", "s"], "state_on: s needs recurrent layers, and llama-7b has none"),
         ([*WORDS, "--state-on", "r", "--state-memory", "8GB"], "state_memory is for states"),
-        ([*WORDS, "--kv-shard-tokens", "4096"], "kv_shard_tokens: this model keeps a state per sequence"),
+        ([*WORDS, "--kv-shard-tokens", "4096"], "kv_shard_tokens: this model keeps a state per range"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err

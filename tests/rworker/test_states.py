@@ -162,17 +162,20 @@ class Harness:
         controls: list[tuple[int, int, int, int]] = (),
         end: bool = True,
         appended: list[tuple[int, int, np.ndarray]] = (),
+        mode: int = 1,
     ) -> np.ndarray:
         """Run a step; return o of the recurrent layer.
 
-        ``spans`` are (sequence, tokens before, payload rows), and ``appended`` the same for second copies.
+        ``spans`` are (sequence, tokens before, payload rows), and ``appended`` the same for second copies. ``mode``: of
+        ``spans``, 2 for later segments of at most one split.
         """
         rows = np.concatenate([rows for *_, rows in (*spans, *appended)])
-        planned = [(i, before, len(r), mode) for mode, some in ((1, spans), (0, appended)) for i, before, r in some]
+        planned = [(i, before, len(r), how) for how, some in ((mode, spans), (0, appended)) for i, before, r in some]
         self.worker.begin_step(table(list(controls)), [table(planned)])
         item, num_outputs = rows.dtype, sum(len(each) for *_, each in spans)
         q, k = np.zeros((num_outputs, 2, 16), item), np.zeros((len(rows), 1, 16), item)
-        self.worker.run(0, 0, q, k, k, np.empty_like(q))
+        partials = np.empty((num_outputs, 2, 18), np.float32)
+        self.worker.run(0, 0, q, k, k, *((q.copy(),) if mode == 1 else (q[:0].copy(), partials)))
         none = np.zeros((len(rows), 1, 0), item)
         out = np.empty((num_outputs, self.kind.heads, self.kind.value_dim), item)
         self.worker.run(0, 1, none[:num_outputs], np.ascontiguousarray(rows), none, out)
@@ -252,6 +255,35 @@ def test_states_are_counted_forked_moved_and_released() -> None:
         assert each.worker.blocks_free == each.worker.num_blocks
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_later_segment_goes_on_from_the_state_of_the_one_before(name: str) -> None:
+    """The bits are those of one segment; a segment moves; one that gets no rows, or whose step fails, is dropped."""
+    kind = replace(KINDS[name], kept_rows=2)
+    rows = kind.rows("float32")[0]
+    wanted = Harness(kind).cut(rows, ())
+    first, second, third = Harness(kind), Harness(kind, num_threads=2), Harness(kind)
+    first.step([(1, 0, rows[:16])])
+    first.step([(1, 16, rows[16:18])])  # the state still lacks these two
+    state = first.worker.export(1, 18, 0)
+    for has_rows in (False, True):
+        second.worker.import_(2, 0, state, 18)
+        second.step([(2, 0, rows[18:])], end=False, mode=2) if has_rows else second.step([(3, 0, rows)])
+        assert 2 not in second.worker.sequence_ids()
+    second.worker.import_(2, 0, state, 18)
+    assert np.array_equal(second.step([(2, 0, rows[18:20])], mode=2), wanted[18:20])
+    assert np.array_equal(second.step([(2, 1, rows[19:21])], [(TRUNCATE, 2, 0, 1)], mode=2), wanted[19:21])
+    third.worker.import_(2, 3, second.worker.export(2))
+    assert np.array_equal(third.step([(2, 3, rows[21:])], mode=2), wanted[21:])
+    with pytest.raises(ValueError, match="a state in this cache takes"):
+        third.worker.import_(4, 0, state[:-4], 18)
+    moved = second.worker.export(2)
+    moved[-8:].view(np.int64)[0] = -1  # the number of tokens before the segment, which ends a moved segment's bytes
+    for num_tokens, data, start in ((0, state, (1 << 40) + 1), (3, moved, 0)):
+        with pytest.raises(ValueError, match="tokens before its segment; at most"):
+            third.worker.import_(4, num_tokens, data, start)
+    assert third.worker.sequence_ids() == [2]
+
+
 def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
     """A state cannot be cut; an abandoned step spoils it, and then only a release is possible."""
     kind = KINDS["delta"]
@@ -261,8 +293,6 @@ def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
     for control in ((TRUNCATE, 1, 0, 16), (FORK, 2, 1, 16)):
         with pytest.raises(ValueError, match=r"has a state, which is that of (all its|its first 18) tokens"):
             harness.worker.begin_step(table([control]), [table([])])
-    with pytest.raises(ValueError, match=r"mode must be 0 \(append\) or 1"):
-        harness.worker.begin_step(table([]), [table([(1, 18, 1, 2)])])
     harness.step([(1, 18, rows[18:19]), (2, 0, rows)], end=False)
     with pytest.raises(ValueError, match="its state was written by a step that was abandoned"):
         harness.step([(1, 18, rows[18:19])])

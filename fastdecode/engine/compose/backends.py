@@ -23,7 +23,7 @@ from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.journal.places import Place
 from fastdecode.journal.records import Run
-from fastdecode.kinds.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout, may_cut
 
 if TYPE_CHECKING:
     from fastdecode.cluster.pool.backend import PoolBackend
@@ -170,10 +170,12 @@ def tuning() -> Tuning:
     return measured.tuning()
 
 
-def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KVLayout) -> StateRoom | None:
+def keep_states_here(
+    config: EngineConfig, backend: AttentionBackend, layout: KVLayout, max_model_len: int
+) -> StateRoom | None:
     """Keep recurrent states in this process instead of on R-workers, if ``config.state_on`` is "s".
     Return the memory reserved for states, or None. Call this before ``backend`` is opened. Raise CapacityError if the
-    memory is too small for the states of all sequences in flight.
+    memory is too small for the states of all sequences in flight: one for each range of up to ``max_model_len`` tokens.
     """
     if config.state_on != "s":
         return None
@@ -183,9 +185,11 @@ def keep_states_here(config: EngineConfig, backend: AttentionBackend, layout: KV
         raise BackendError("state_on: 's' works with a single S-worker process only: give 'r' instead")
     pairs = optional("state pairs")
     memory = config.bytes_of("state_memory") or int(available_memory_bytes() * STATE_SHARE)
-    room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, config.kv_replicas)
+    num_ranges = -(-max_model_len // (config.kv_shard_tokens or max_model_len))
+    each = config.kv_replicas * num_ranges
+    room = StateRoom.of(memory, pairs.LayerParts.of(layout).state_bytes, config.max_num_seqs, each)
     cores = config.s_core_list or usable_cores()
-    num_kept = config.max_num_seqs + room.kept
+    num_kept = config.max_num_seqs * num_ranges + room.kept
     folder = Path(config.journal_folder, "states") if config.keep_session and config.journal_folder else None
     backend.keep_states(pairs.StateKeeper(num_kept, config.s_thread_count, tuple(cores), folder))
     return room
@@ -266,10 +270,10 @@ def check_room(config: EngineConfig, max_model_len: int, layout: KVLayout, worke
     if not config.pool_listen:
         # The configured number counts too, since some of these R-workers may be lost at present.
         placing.check_r_workers(max(len(workers), config.num_r_workers))
-    num_blocks = [worker.num_blocks - worker.state_blocks for worker in workers]
-    one_piece = layout.cannot("ranges") is not None or not placing.may_cut
+    num_blocks, fixed = [worker.num_blocks for worker in workers], max(worker.state_blocks for worker in workers)
+    one_piece = not may_cut(layout, config.kv_shard_tokens is not None) or not placing.may_cut
     block_size = workers[0].block_size
-    if not layout.cannot("ranges") and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens):
+    if not one_piece and placing.fits_pool(max_model_len, num_blocks, block_size, layout.chunk_tokens, fixed):
         return
     worker = min(workers, key=lambda worker: worker.num_blocks)
     block_bytes = block_size * layout.room_bytes_per_token

@@ -164,7 +164,7 @@ def _open(config: EngineConfig, model: SModel, own: AttentionBackend, ranks: Any
     backend = shared or own
     cleanup.callback(backend.close)
     layout = pool_layout(config, model.layout, ranks is None or ranks.on_one_machine)
-    state_room = keep_states_here(config, backend, layout)
+    state_room = keep_states_here(config, backend, layout, model.max_model_len)
     r_workers = backend.open(layout)
     check_room(config, model.max_model_len, model.layout, r_workers)
     return _Pool(backend, shared, layout, r_workers, state_room)

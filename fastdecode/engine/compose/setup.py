@@ -19,7 +19,7 @@ from fastdecode.core.state_room import StateRoom
 from fastdecode.core.types import RWorkerInfo
 from fastdecode.cycle import Parking
 from fastdecode.kinds import Way
-from fastdecode.kinds.layout import KVLayout
+from fastdecode.kinds.layout import KVLayout, may_cut
 from fastdecode.scheduler import SCHEDULES, Limits, Prefill, Scheduler
 from fastdecode.scheduler.schedules import MOVED_BYTES_PER_SECOND
 from fastdecode.sworker import SModel, SWorker
@@ -57,7 +57,7 @@ def make_scheduler(
     balanced = calibrated.balanced_kv_tokens_each(config.max_num_seqs) if calibrated else None
     num_blocks = tuple(worker.num_blocks for worker in r_workers)
     placing = config.placing.uncut
-    if not model.layout.cannot("ranges"):
+    if may_cut(model.layout, config.kv_shard_tokens is not None):
         placing = config.placing.chosen(
             model.max_model_len, num_blocks, config.block_size, balanced, model.layout.chunk_tokens
         )
@@ -107,12 +107,12 @@ def make_parking(
 ) -> Parking | None:
     """Return the companion that parks prefixes on R-workers' disks, also those of R-workers that join later.
 
-    Return None without prefix caching, or if ``parks`` is None: R-workers have no disks then. An engine finds only
-    prefixes that were parked with its own segment length.
+    Return None without prefix caching, for states in ranges, or if ``parks`` is None: R-workers have no disks then. An
+    engine finds only prefixes that were parked with its own segment length.
     """
-    if parks is None or not limits.prefix_caching:
-        return None
     cut_at = limits.placing.segment_tokens
+    if parks is None or not limits.prefix_caching or (cut_at < UNLIMITED and model.layout.kept_apart):
+        return None
     identity = model.kv_identity if cut_at == UNLIMITED else f"{model.kv_identity}, cut at {cut_at} tokens"
     return Parking(parks, identity, r_workers)
 
@@ -153,6 +153,11 @@ def _is_given(name: str, config: EngineConfig, on_gpu: bool) -> bool:
     return getattr(config, name) not in ("auto", None)
 
 
+def _in_ranges(asks: Callable[[EngineConfig], bool]) -> Asks:
+    """Return a test whether settings ask for ranges, and for what ``asks`` tests."""
+    return lambda config, _: config.kv_shard_tokens is not None and asks(config)
+
+
 ASKED: tuple[tuple[Way, str, Asks], ...] = (
     *(("states", name, partial(_is_given, name)) for name in ("mamba_ssm_cache_dtype", "state_on", "state_memory")),
     ("ranges", "kv_shard_tokens", lambda config, _: config.kv_shard_tokens is not None),
@@ -185,6 +190,15 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
         "states here, ranks",
         "tensor_parallel_size",
         lambda config, _: config.state_on == "s" and config.tensor_parallel_size > 1,
+    ),
+    ("states in ranges, ranks", "tensor_parallel_size", _in_ranges(lambda config: config.tensor_parallel_size > 1)),
+    ("states in ranges, sessions", "keep_session", _in_ranges(lambda config: config.keep_session > 0)),
+    ("states in ranges, copies", "kv_replicas", _in_ranges(lambda config: config.kv_replicas > 1)),
+    ("states in ranges, parking", "park_dir", _in_ranges(lambda config: config.park_dir is not None)),
+    (
+        "states in ranges, prefill workers",
+        "prefill_workers",
+        _in_ranges(lambda config: config.prefill_workers is not None),
     ),
     (
         "states there, memory here",

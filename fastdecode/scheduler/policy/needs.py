@@ -56,7 +56,7 @@ class Needs:
 
     def __init__(self, schedule: Schedule, limits: Limits) -> None:
         self.segment_tokens = limits.placing.segment_tokens
-        self._sizes, self._block_size = limits.sizes, limits.block_size
+        self._sizes = limits.sizes
         self._reserved = limits.max_model_len if schedule.reserves_longest else 0
 
     @property
@@ -95,14 +95,22 @@ class Needs:
 
     def sizes_at_start(self, sequence: TokenSequence) -> list[Size]:
         """Return the blocks and tokens of each segment with which ``sequence`` starts.
-        Blocks include the siblings' copies of a partly full last block.
+        Blocks include the siblings' copies of a partly full last block and of states.
         """
-        *others, (blocks, tokens) = sizes_of(sequence.num_tokens, self.segment_tokens, self._block_size)
-        return [*others, (blocks + len(sequence.siblings) * (tokens % self._block_size > 0), tokens)]
+        siblings, copied = len(sequence.siblings), self._sizes.blocks_of_copy
+        return [(blocks + siblings * copied(tokens), tokens) for blocks, tokens in self._sizes_of(sequence.num_tokens)]
 
     def sizes_at_end(self, sequence: TokenSequence) -> list[Size]:
         """Return the blocks and tokens of each segment of ``sequence`` at its longest."""
-        return sizes_of(sequence.max_cached, self.segment_tokens, self._block_size)
+        return self._sizes_of(sequence.max_cached)
+
+    @property
+    def of_new_tail(self) -> int:
+        """The number of blocks that a new segment takes with its first token."""
+        return self._blocks_for(1)
+
+    def _sizes_of(self, num_tokens: int) -> list[Size]:
+        return sizes_of(num_tokens, self.segment_tokens, self._sizes.block_size, self._sizes.fixed)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return self._sizes.blocks_for(num_tokens)

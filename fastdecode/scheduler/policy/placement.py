@@ -178,7 +178,7 @@ class SegmentPlacement:
         room, capacities = self._workers.available - self._workers.num_sequences, self._room.alone(sequence)
         pieces = hit.source.pieces(sequence, hit) if hit else []
         for blocks, end, (count, prefix, *_) in zip(needed, most, pieces, strict=False):
-            taken = sum(block.num_sequences == 0 for block in prefix.blocks[:count])
+            taken = sum(block.num_sequences == 0 for block in (*prefix.blocks[:count], *prefix.own))
             room[prefix.worker] -= blocks - count + taken
             capacities[prefix.worker] -= end
         places = [each.prefix.worker for each in pieces]
@@ -222,9 +222,10 @@ class SegmentPlacement:
         most = self._needs.sizes_at_end(sequence)[sequence.num_closed + 1]
         capacities = self._room.left_for(sequence)
         speeds, endless = self._speeds(sequence, capacities, most), np.full(len(self._workers), np.inf)
+        first = self._needs.of_new_tail
         for spare in (self._workers.num_sequences, 0):
             room = self._workers.available - spare
-            if found := place_segments([(1, most, 0)], room, capacities.copy(), loads, endless, speeds):
+            if found := place_segments([(first, most, 0)], room, capacities.copy(), loads, endless, speeds):
                 return found[0], True
         found = place_segments([(0, most, 0)], capacities[:, 0].copy(), capacities, loads, endless, speeds)
         return (found or [-1])[0], False

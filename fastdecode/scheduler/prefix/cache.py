@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fastdecode.core.held import KnownTokens
+from fastdecode.core.optional import optional
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Copy, Segment
 from fastdecode.scheduler.places.workers import Workers
@@ -13,7 +14,6 @@ from fastdecode.scheduler.prefix.index import PrefixIndex, extend_hashes, usable
 from fastdecode.scheduler.prefix.parked import Parked
 from fastdecode.scheduler.prefix.retained import Retained
 from fastdecode.scheduler.prefix.source import Hit, Keeper, Source
-from fastdecode.scheduler.prefix.states import StateIndex, States
 from fastdecode.scheduler.schedules import Limits
 from fastdecode.scheduler.sequence import TokenSequence
 
@@ -77,9 +77,11 @@ class PrefixCache:
         if limits.sizes.rewinds:
             index = PrefixIndex(self._workers, self._segment_tokens)
             return index, Retained(self._workers, index, self.ids, names, self.enabled)
-        by_end = StateIndex(self._workers, self._segment_tokens)
+        states = optional("kept states")
+        by_end = states.StateIndex(self._workers, self._segment_tokens)
         most_kept = limits.kept_states * self.enabled
-        return by_end, States(self._workers, by_end, self.ids, names, most_kept, limits.sizes.worth)
+        worth, length = limits.sizes.worth, self._segment_tokens
+        return by_end, states.States(self._workers, by_end, self.ids, names, most_kept, worth, length)
 
     def __len__(self) -> int:
         """Return the number of retained prefixes."""
@@ -130,10 +132,10 @@ class PrefixCache:
         """Assign cache ids to ``segments``, with which ``sequence`` starts from ``hit``.
         Segments that continue in their old blocks keep their cache ids.
         """
-        ids = [self.kept.name(sequence, hit)] if len(segments) == 1 else []
-        if not ids and hit and hit.is_own:
+        if len(segments) > 1 and hit and hit.is_own:
             ids = [each.prefix.prefix_id for each in hit.source.pieces(sequence, hit)]
-        ids = ids or [sequence.sequence_id]
+        else:
+            ids = [self.kept.name(sequence, hit)]
         ids += [self.ids.new() for _ in segments[len(ids) :]]
         for segment, cache_id in zip(segments, ids, strict=True):
             segment.cache_id = cache_id

@@ -135,17 +135,26 @@ class StateIndex(PrefixIndex):
 
 class States(IndexedSource, Keeper):
     """Keeps states of prompts at checkpoints, and states of sequences that give up their cache.
-    ``most_kept``: most states, over all R-workers.
+    ``most_kept``: most states, over all R-workers. If a sequence has several segments, only states within the first
+    segment are kept.
     """
 
     copies_all = True
     _index: StateIndex
 
     def __init__(
-        self, workers: Workers, index: StateIndex, ids: CacheIds, names: Names, most_kept: int, worth_blocks: int
+        self,
+        workers: Workers,
+        index: StateIndex,
+        ids: CacheIds,
+        names: Names,
+        most_kept: int,
+        worth_blocks: int,
+        segment_tokens: int = UNLIMITED,
     ) -> None:
         """``worth_blocks``: how many blocks of tokens take as much memory as one state."""
         super().__init__(workers, index)
+        self._segment_tokens = segment_tokens
         self._ids, self._names = ids, names
         self._most_kept, self._interval = most_kept, 1
         # Least number of token blocks between checkpoints, per block of memory that a state takes
@@ -252,7 +261,7 @@ class States(IndexedSource, Keeper):
         return prefix
 
     def _is_checkpoint(self, sequence: TokenSequence, num_blocks: int) -> bool:
-        last = (sequence.num_prefill - 1) // self._workers.block_size
+        last = (min(sequence.num_prefill, self._segment_tokens) - 1) // self._workers.block_size
         if not self._most_kept or not 0 < num_blocks <= last:
             return False
         wanted = self._seen.get(sequence.block_hashes[num_blocks - 1], False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fastdecode.scheduler.sequence import TokenSequence
@@ -56,7 +56,7 @@ class Losses:
                 starved.append(sequence)
         here = self._residents.on(worker)
         broken: list[TokenSequence] = []
-        whole = [each for each in here if not each.has_several or (each.job_id and _loses_some(each, {worker}))]
+        whole = [each for each in here if self._begins_again(each, worker, each.sequence_id in attended)]
         for sequence in [each for each in here if each not in whole]:
             loses_some = _loses_some(sequence, {worker})
             if not loses_some and sequence.sequence_id not in attended:
@@ -67,10 +67,29 @@ class Losses:
             (broken if has_room else starved).append(sequence)
         whole += stuck
         for sequence in whole:
+            self._forget_spoilt(sequence, attended)
             store.leave(sequence, keep=False)
         store.prefixes.lose(worker)
         store.workers.lose(worker)
         return Damage(whole, broken, starved)
+
+    def _begins_again(self, sequence: TokenSequence, worker: int, attended: bool) -> bool:
+        """Return whether ``sequence`` must be recomputed from its first token after the loss of R-worker ``worker``.
+        ``attended``: its last rows attended there. A recurrent state cannot be cut to fewer tokens.
+        """
+        if not sequence.has_several:
+            return True
+        loses_some = _loses_some(sequence, {worker})
+        if self._store.workers.sizes.rewinds:
+            return loses_some and sequence.job_id > 0
+        return loses_some or attended
+
+    def _forget_spoilt(self, sequence: TokenSequence, attended: Mapping[int, int]) -> None:
+        """Forget the prefixes that other R-workers retain of the last rows of ``sequence``, if these rows are wrong."""
+        for segment in sequence.segments if sequence.sequence_id in attended else ():
+            num_sound = max(0, attended[sequence.sequence_id] - segment.start)
+            for copy in segment.copies:
+                self._store.prefixes.forget_beyond(copy, num_sound)
 
     def _attended_on(self, worker: int) -> dict[int, int]:
         """Return the sequences whose last rows attended on ``worker``, with their numbers of tokens before."""

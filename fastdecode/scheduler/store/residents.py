@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from fastdecode.core.step import Chunk
+from fastdecode.core.step import Chunk, MiniBatch
+from fastdecode.core.types import Handover
 from fastdecode.scheduler.names import CacheIds, Names
 from fastdecode.scheduler.places.place import Segment
 from fastdecode.scheduler.places.workers import Workers
@@ -169,8 +172,8 @@ class Tails:
         self.count(sequence, 1)
 
     def extend(self, sequence: TokenSequence, worker: int) -> None:
-        """Give ``sequence``, whose last segment is full, a new one on R-worker ``worker``, without blocks yet."""
-        segment = Segment(self._ids.new(), sequence.num_cached, workers=[worker])
+        """Give ``sequence``, whose last segment is full, a new one on ``worker``, with no blocks for tokens yet."""
+        segment = Segment(self._ids.new(), sequence.num_cached, self._workers.blocks_for(0), [worker])
         self._holdings.take(segment, segment.copies[0])
         sequence.segments.append(segment)
         self._names.segments(sequence, [segment])
@@ -198,6 +201,20 @@ class Tails:
             end = sequence.tail.start + self._table.segment_tokens
             self._table.num_cached[sequence.row] = min(end, sequence.num_prefill)
             self.go_on(sequence)
+
+    def handovers(self, mini_batches: Iterable[MiniBatch]) -> tuple[Handover, ...]:
+        """Return the recurrent states to copy before a step: one for each copy of a later segment that begins in it.
+        Each segment keeps the state after its last token, so that the next segment may lie on any R-worker.
+        """
+        begun = [] if self._workers.sizes.rewinds else [each for each in self._table.several() if each.begins_tail]
+        if not begun:
+            return ()
+        in_step = {each for mini_batch in mini_batches for each in mini_batch.chunks["sequence_id"].tolist()}
+        return tuple(
+            Handover(before.home, before.cache_id, before.num_tokens, worker, tail.cache_id, tail.start)
+            for before, tail in ((each.closed[-1], each.tail) for each in begun if each.sequence_id in in_step)
+            for worker in tail.workers
+        )
 
     def count(self, sequence: TokenSequence, count: int) -> None:
         """Add ``count`` to the number of appending sequences of each R-worker on which ``sequence`` appends."""

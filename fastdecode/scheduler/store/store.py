@@ -160,8 +160,8 @@ class Store:
             sibling.num_closed = parent.num_closed
             self.table.open(sibling)
             self.tails.count(sibling, 1)
-        own_blocks = self.workers.sizes.blocks_of_copy(parent.tail.num_tokens)
-        parent.tail.num_blocks -= own_blocks * len(parent.siblings)
+        for each in (*parent.closed, parent.tail):
+            each.num_blocks -= self.workers.sizes.blocks_of_copy(each.num_tokens) * len(parent.siblings)
         self.residents.fork(parent)
         parent.siblings = ()
 

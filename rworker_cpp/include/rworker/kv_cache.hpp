@@ -38,6 +38,7 @@ struct Sequence {
     std::int64_t first_kept = 0, num_kept = 0;    // the rows of `kept` that a truncate left
     bool kept_lone = false, coming_lone = false;  // one attending row, of which key and matrix input are kept
     bool state_spoilt = false;                    // by an abandoned step
+    std::int64_t state_base = 0;  // tokens before the sequence's first that its state covers: of earlier segments
     std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
 };
 
@@ -142,14 +143,21 @@ class KVCache {
     void check_export(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
     /// True if a sequence's state is valid, and is or can be advanced to the state after `num_tokens` tokens.
     bool has_state_at(std::int64_t sequence_id, std::int64_t num_tokens) const;
+    /// Bytes that `export_sequence` writes for the state after `num_tokens` tokens, which is the state itself and, for a
+    /// later segment of a sequence, the number of tokens before that segment; 0 without this state.
+    std::int64_t state_bytes(std::int64_t sequence_id, std::int64_t num_tokens) const;
     /// Fewest tokens to which a sequence can be cut. It is more than the sequence's length where the state is spoilt.
     std::int64_t least_length(std::int64_t sequence_id) const;
     /// Notes that the state of a sequence was advanced by the first `count` of its kept rows.
     void settled(std::int64_t sequence_id, std::int64_t count);
     /// Creates a sequence from the export of a cache with the same layers and dtype. With `start` > 0 it adds whole
-    /// blocks to a sequence that has exactly the tokens before. On an error nothing changes.
+    /// blocks to a sequence that has exactly the tokens before. No tokens with `start` > 0 create a later segment, which
+    /// begins from the state `data` after `start` tokens; it lives on only if the next step adds rows to it. On an error
+    /// nothing changes.
     void import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
                          std::span<const std::uint8_t> data);
+    /// Call it at the end of a step: drops segments that have a state and, still, no tokens.
+    void drop_unbegun();
     /// Bytes of whole blocks as they lie here: for each layer, for each block. Throws Error where these tokens are no
     /// whole blocks.
     std::int64_t blocks_bytes(std::int64_t start, std::int64_t num_tokens) const;
@@ -170,6 +178,7 @@ class KVCache {
   private:
     void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;
     Sequence& grown(std::int64_t sequence_id, std::int64_t length, bool cleared);
+    void begin_from_state(std::int64_t sequence_id, std::int64_t base, std::span<const std::uint8_t> data);
     void clear_block(std::int32_t block) const;
     void apply(const Control& control);
     void fork(const Control& control);
@@ -209,6 +218,7 @@ class KVCache {
     BlockPool pool_;
     Arena arena_;
     std::unordered_map<std::int64_t, Sequence> sequences_;
+    std::vector<std::int64_t> begun_;  // sequences that begin from a state, until a step ends
     BlockChecksums checksums_;
 
     mutable std::mutex incoming_mutex_;              // guards the next line and incoming blocks

@@ -30,11 +30,13 @@ struct WorkerConfig {
 };
 
 /// Rows of a mini-batch in the open step: of queries, of keys and values, of out, and of partial results (one per
-/// node).
+/// node). `own`: rows that are stored and attend, whichever results they get.
 struct RowCount {
-    std::int64_t queries = 0, stored = 0, out = 0, partials = 0;
+    std::int64_t queries = 0, stored = 0, out = 0, partials = 0, own = 0;
 
     bool any() const { return queries + stored > 0; }
+    /// The rows of one layer: a recurrent one gets no rows that read closed ranges, and answers each of its own rows.
+    RowCount of(const LayerSpec& layer) const { return layer.state() ? RowCount{own, stored, own, 0, own} : *this; }
 };
 
 /// A row at `position` of a sequence or segment, whose attention in one layer is computed again. `mode`: attend, partial

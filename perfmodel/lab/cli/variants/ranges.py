@@ -31,8 +31,8 @@ def check_uncut(kv_shard_tokens: int | None) -> None:
     """Raise ConfigError for ranges of a model with recurrent layers."""
     if kv_shard_tokens:
         raise ConfigError(
-            "kv_shard_tokens: this model keeps a state per sequence; a state covers all tokens of the sequence, "
-            "so that a range has none; leave it out"
+            "kv_shard_tokens: this model keeps a state per range, which plans and simulations do not count; leave it "
+            "out"
         )
 
 
