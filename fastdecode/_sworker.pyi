@@ -20,11 +20,13 @@ def rms_norm(
     out: Rows,
     threads: int = 1,
     isa: str = "auto",
+    residual: Rows | None = None,
+    total: Rows | None = None,
 ) -> None:
     """Set ``out`` = x / sqrt(mean(x²) + eps) · weight, with mean and scale in float32.
 
     ``x``, ``out``: [rows, dim]; ``weight``: [dim]. ``round_first``: round to the rows' dtype before the weight is
-    applied.
+    applied. With ``residual``, x + residual is normalised before it is rounded, and ``total`` is set to it.
     """
 
 def rotate(x: Rows, cos: Rows, sin: Rows, out: Rows, threads: int = 1, isa: str = "auto") -> None:

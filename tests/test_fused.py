@@ -54,6 +54,21 @@ def test_rms_norm_matches(dim: int, dtype: torch.dtype, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 100, 576])
+def test_rms_norm_adds_a_residual_before_it_rounds(dim: int, dtype: torch.dtype, isa: str) -> None:
+    torch.manual_seed(dim)
+    (rows, residual), weight = torch.randn(2, 33, dim).to(dtype), torch.rand(dim).to(dtype)
+    residual *= 10
+    exact = rows.float() + residual.float()
+    out, total, wanted = torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(exact)
+    added = {"residual": bits(residual), "total": bits(total)}
+    _sworker.rms_norm(bits(rows), weight.float().numpy(), 1e-5, True, bits(out), 2, isa, **added)
+    _sworker.rms_norm(bits(exact), np.ones(dim, np.float32), 1e-5, True, bits(wanted), 2, isa)
+    assert torch.equal(total, exact.to(dtype)) and torch.equal(out, wanted.to(dtype) * weight)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 2), (3, 10), (4, 64), (9, 80), (2, 128)])
 def test_rotation_is_the_models_own_bit_by_bit(heads: int, dim: int, dtype: torch.dtype, isa: str) -> None:
     """Rows have gaps between them, as slices of a shared product have."""
@@ -126,6 +141,9 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             _sworker.rms_norm(*arguments)
+    for wrong in ({"residual": x}, {"residual": x[:3], "total": x}, {"residual": x, "total": x[:3]}):
+        with pytest.raises(ValueError):
+            _sworker.rms_norm(x, weight, 1e-6, True, x, **wrong)
     with pytest.raises(TypeError):
         _sworker.rms_norm(x.astype(np.float64), weight, 1e-6, True, x)
     heads, angles = np.zeros((4, 2, 8), np.float32), np.zeros((4, 8), np.float32)

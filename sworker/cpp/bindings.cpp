@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,11 +35,21 @@ const RowKernels& kernels_of(const std::string& isa) {
 }
 
 template <typename T>
-RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out) {
+RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out,
+                    const std::optional<Rows<T>>& residual, std::optional<Rows<T>>& total) {
     check(x.ndim() == 2 && same_shape(x, out), "x and out must be [rows, dim] alike");
     check(weight.ndim() == 1 && weight.shape(0) == x.shape(1), "weight must be [dim]");
-    return {x.data(), weight.data(),   out.mutable_data(), std::size_t(x.shape(0)), std::size_t(x.shape(1)),
-            eps,      round_first};
+    check(residual.has_value() == total.has_value(), "residual and total come together");
+    check(!residual || (same_shape(x, *residual) && same_shape(x, *total)), "residual and total must be like x");
+    return {x.data(),
+            residual ? residual->data() : nullptr,
+            weight.data(),
+            out.mutable_data(),
+            total ? total->mutable_data() : nullptr,
+            std::size_t(x.shape(0)),
+            std::size_t(x.shape(1)),
+            eps,
+            round_first};
 }
 
 /// x may have gaps between its rows, as a slice of a wider product has.
@@ -95,12 +106,13 @@ void bind(py::module_& module, Norm norm, Rotate rotate, Sum sum) {
     module.def(
         "rms_norm",
         [norm](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out, unsigned number,
-               const std::string& name) {
-            run_rows(norm_job<T>(x, weight, eps, round_first, out), kernels_of(name).*norm, std::size_t(x.size()),
-                     number);
+               const std::string& name, const std::optional<Rows<T>>& residual, std::optional<Rows<T>> total) {
+            run_rows(norm_job<T>(x, weight, eps, round_first, out, residual, total), kernels_of(name).*norm,
+                     std::size_t(x.size()), number);
         },
         py::arg("x").noconvert(), py::arg("weight").noconvert(), py::arg("eps"), py::arg("round_first"),
-        py::arg("out").noconvert(), threads, isa);
+        py::arg("out").noconvert(), threads, isa, py::arg("residual").noconvert() = py::none(),
+        py::arg("total").noconvert() = py::none());
     module.def(
         "rotate",
         [rotate](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out, unsigned number,

@@ -19,27 +19,36 @@ float sum_of(float (&lanes)[LANES]) {
     return lanes[0];
 }
 
-/// Sixteen parallel sums, then pairwise: the order does not depend on the registers.
-template <typename T>
-float mean_square(const T* x, std::size_t dim) {
+/// The mean of value(i)², i < dim, in sixteen parallel sums, then pairwise: the order does not depend on the registers.
+template <typename Value>
+float mean_square(const Value& value, std::size_t dim) {
     float lanes[LANES] = {};
     std::size_t i = 0;
     for (; i + LANES <= dim; i += LANES)
-        for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] += load(x[i + lane]) * load(x[i + lane]);
-    for (; i < dim; ++i) lanes[i % LANES] += load(x[i]) * load(x[i]);
+        for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] += value(i + lane) * value(i + lane);
+    for (; i < dim; ++i) lanes[i % LANES] += value(i) * value(i);
     return sum_of(lanes) / float(dim);
+}
+
+template <typename T, typename Value>
+void norm_values(const RmsNorm<T>& job, std::size_t row, const Value& value) {
+    const float* __restrict__ weight = job.weight;
+    T* __restrict__ out = job.out + row * job.dim;
+    const float scale = 1.0f / __builtin_sqrtf(mean_square(value, job.dim) + job.eps);
+    if (job.round_first)
+        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(round_to<T>(value(i) * scale) * weight[i]);
+    else
+        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(value(i) * scale * weight[i]);
 }
 
 template <typename T>
 void norm(const RmsNorm<T>& job, std::size_t row) {
-    const float* __restrict__ weight = job.weight;
     const T* __restrict__ x = job.x + row * job.dim;
-    T* __restrict__ out = job.out + row * job.dim;
-    const float scale = 1.0f / __builtin_sqrtf(mean_square(x, job.dim) + job.eps);
-    if (job.round_first)
-        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(round_to<T>(load(x[i]) * scale) * weight[i]);
-    else
-        for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) * scale * weight[i]);
+    if (job.residual == nullptr) return norm_values(job, row, [x](std::size_t i) { return load(x[i]); });
+    const T* __restrict__ residual = job.residual + row * job.dim;
+    T* __restrict__ total = job.total + row * job.dim;
+    for (std::size_t i = 0; i < job.dim; ++i) total[i] = as<T>(load(x[i]) + load(residual[i]));
+    norm_values(job, row, [x, residual](std::size_t i) { return load(x[i]) + load(residual[i]); });
 }
 
 template <typename T>

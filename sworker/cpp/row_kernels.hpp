@@ -11,12 +11,15 @@ namespace sworker {
 using BFloat16 = std::uint16_t;
 
 /// out = x / sqrt(mean(x²) + eps) · weight; x and out [rows, dim], weight [dim]. `round_first`: to T before the weight is
-/// applied. Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+/// applied. Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4. With `residual`, x + residual is
+/// normalised, and rounded to T in `total`; both [rows, dim].
 template <typename T>
 struct RmsNorm {
     const T* x;
+    const T* residual;
     const float* weight;
     T* out;
+    T* total;
     std::size_t rows, dim;
     float eps;
     bool round_first;

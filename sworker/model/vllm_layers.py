@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from fastdecode import _sworker
@@ -37,24 +36,20 @@ class OnePassNorm:
         """``own``: the layer's own forward."""
         self._own, self._eps, self._weight = own, float(layer.variance_epsilon), layer.weight.data
         self._float_weight = self._weight.float().numpy()
-        self._ones = np.ones_like(self._float_weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Return ``x`` [..., dim] normalised. With a residual, return their sum normalised, and the sum itself."""
-        if x.dtype != self._weight.dtype:
+        if x.dtype != self._weight.dtype or (residual is not None and residual.dtype != x.dtype):
             return self._own(x, residual)
-        if residual is None:
-            return self._normalised(x, self._float_weight)
-        total = x.float() + residual
-        if x.dtype == torch.float32:
-            return self._normalised(total, self._float_weight), total
-        return self._normalised(total, self._ones).to(x.dtype).mul_(self._weight), total.to(x.dtype)
-
-    def _normalised(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
-        rows = x.reshape(-1, len(weight)).contiguous()
+        rows = x.reshape(-1, len(self._weight)).contiguous()
         out = torch.empty_like(rows)
-        _sworker.rms_norm(to_numpy(rows), weight, self._eps, True, to_numpy(out), torch.get_num_threads())
-        return out.view(x.shape)
+        given = to_numpy(rows), self._float_weight, self._eps, True, to_numpy(out), torch.get_num_threads()
+        if residual is None:
+            _sworker.rms_norm(*given)
+            return out.view(x.shape)
+        added, total = residual.reshape(rows.shape).contiguous(), torch.empty_like(rows)
+        _sworker.rms_norm(*given, residual=to_numpy(added), total=to_numpy(total))
+        return out.view(x.shape), total.view(x.shape)
 
     def proves_equal(self) -> bool:
         """Return whether random rows get the layer's own result, with a residual and without one."""
