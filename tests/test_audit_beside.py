@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers import model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -16,6 +17,7 @@ from fastdecode.engine.engine import LLMEngine
 
 PROMPTS = [[(7 * number + 3 * place) % 120 + 1 for place in range(80 + number)] for number in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+COPIES = [pytest.param(1, marks=pytest.mark.thorough), 2]
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +65,14 @@ def assert_no_alarm(engine: LLMEngine, least: int) -> None:
 
 def wait_until_parked(engine: LLMEngine) -> None:
     """Wait until all retained prefixes are on the disk."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(not each.is_parked for worker in engine.scheduler.store.workers for each in worker.prefixes.values()):
         engine.look_around()
         if time.monotonic() > deadline:
             raise TimeoutError("a prefix is never parked")
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", COPIES)
 def test_prefixes_from_a_disk_are_audited(folder: Path, wanted: list[list[int]], tmp_path: Path, copies: int) -> None:
     """A bit of such a prefix that flips in memory is found when the prefix is used again."""
     settings: dict[str, Any] = {"audit": 1.0, "park_dir": str(tmp_path), "park_after": 0.0, "kv_replicas": copies}
@@ -101,7 +103,7 @@ def test_prefixes_from_a_disk_are_audited(folder: Path, wanted: list[list[int]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", COPIES)
 def test_an_engine_that_continues_a_session_audits_kept_sequences(
     folder: Path, wanted: list[list[int]], tmp_path: Path, copies: int
 ) -> None:
@@ -127,7 +129,7 @@ def test_an_engine_that_continues_a_session_audits_kept_sequences(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", COPIES)
 def test_rows_after_prompts_of_prefill_workers_are_audited(folder: Path, wanted: list[list[int]], copies: int) -> None:
     engine = make_engine(folder, audit=1.0, kv_replicas=copies, prefill_workers="spawn:1", prefill_threads=1)
     try:

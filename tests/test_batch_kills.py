@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.examples import SEES_ALL
 from helpers.forks import FASTDECODE
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.journal.past import pasts_of
 from fastdecode.journal.records import read
@@ -82,7 +83,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         more = ["--journal", str(tmp_path / "journal")] if number % 2 == 0 else []
         process, before = start(asked, out, *more), num_lines(out)
         wanted = before + rng.randrange(5)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while num_lines(out) < wanted and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.2))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 from helpers.stream_server import DONE, Chunk, completion, running, usage
 
 from fastdecode.api.engine_fields import DEMO_MODEL
@@ -360,12 +361,12 @@ sys.exit(f"bench serve brings {heavy}" if heavy else status)
         few = ["--num-prompts", "5", "--input-len", "2", "--output-len", "2", "--max-concurrency", "1"]
         command = [sys.executable, "-c", code, "bench", "serve", "--base-url", server.url, *few]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while len(server.asked) < 5 and time.monotonic() < deadline:
                 time.sleep(0.05)
             time.sleep(0.1)
             client.send_signal(signal.SIGINT)
-            output, error = client.communicate(timeout=60)
+            output, error = client.communicate(timeout=PATIENCE_SECONDS)
     assert client.returncode == 130, error
     assert "Successful requests:                     4" in output
     assert "Failed requests:                         0" in output

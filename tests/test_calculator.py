@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.cli.main import build_parser
 from fastdecode.core.errors import ConfigError, PlanError
@@ -92,7 +93,9 @@ def test_the_page_s_equations_are_the_planner_s() -> None:
       const found = {json.dumps(choices)}.map((each) => {{
         try {{ return livePlan(data, each); }} catch (error) {{ return {{ error: String(error) }}; }} }});
       console.log(JSON.stringify(found));"""
-    ran = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run(
+        ["node", "-"], input=script, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
     compared = 0
     for choice, live in zip(choices, json.loads(ran.stdout), strict=True):
         own = planned(choice)

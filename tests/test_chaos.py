@@ -118,3 +118,18 @@ def test_what_a_round_leaves_behind_is_found(tmp_path: Path) -> None:
     kinds = [line.split()[1:3] for line in done.stdout.splitlines()]
     assert [kind[0] for kind in kinds] == ["process", "shared", "1", "file"], done.stdout
     assert "sleep 100" in done.stdout and "/memfd:forgotten" in done.stdout
+
+
+def test_only_a_tie_excuses_another_token() -> None:
+    """Ranks add in another order. They may choose the other of two equal tokens, but no other token."""
+    from chaos.reference import Answer, ties_of
+
+    from fastdecode.api.outputs import CompletionOutput, Logprob
+
+    logprobs = [{5: Logprob(-0.5, 1), 6: Logprob(-0.9, 2)}, {7: Logprob(-1.0, 1), 8: Logprob(-1.000001, 2)}]
+    ties = ties_of(CompletionOutput(0, "", [5, 7], logprobs=logprobs))
+    answer = Answer((5, 7, 9), "", "length", ties)
+    assert ties == {1: [8]}
+    assert answer.tie_of((5, 8, 3)) == 1
+    others = (5, 7, 9), (5, 6, 9), (6, 8, 9), (5, 7, 3), (5, 8)
+    assert [answer.tie_of(each) for each in others] == [None] * len(others)

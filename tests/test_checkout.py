@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 import fastdecode
 
@@ -35,7 +36,7 @@ sys.path.insert(0, "")
 def run(checkout: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in the checkout by a Python that has all packages but this one."""
     command = [sys.executable, "-I", "-c", HIDE + code]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 WITHOUT_TORCH = "sys.modules['torch'] = None; "

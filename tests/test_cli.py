@@ -16,6 +16,7 @@ import psutil
 import pytest
 from helpers import model_zoo
 from helpers.forks import FASTDECODE
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import build_parser, main
@@ -307,7 +308,7 @@ def test_a_benchmark_that_is_ended_says_what_was_done(folder: str, number: int, 
     while sum(psutil.Process(process.pid).cpu_times()[:2]) < begun + 0.3:
         time.sleep(0.05)
     process.send_signal(number)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == status
     assert "Throughput: " in output
     assert error.strip().endswith(f"fastdecode: {last}")

@@ -15,6 +15,7 @@ from helpers import model_zoo, r_workers
 from helpers.elastic import GREEDY, NAME, Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 from helpers.ports import free_port
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import MODEL, RunningServer, serving, total
 
 from fastdecode.cluster.pool.attempts import MOST_ADDRESSES, Attempts
@@ -23,8 +24,6 @@ from fastdecode.engine.engine import LLMEngine
 from fastdecode.perfmodel.lab.measure.throughput_report import ThroughputRun, throughput_report
 
 pytestmark = pytest.mark.slow
-
-PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -85,15 +85,21 @@ def test_every_share_is_whole_vectors(count: int) -> None:
                 assert padded % (64 * shares) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "falcon_h1", "qwen3_next", "lfm2", "jamba", "kimi_linear", "nemotron_h", "minimax", "recurrent_gemma", "zamba2",
-        "granitemoehybrid", "qwen2_moe",
-    ],
+MODELS = (
+    "falcon_h1", "qwen3_next", "lfm2", "jamba", "kimi_linear", "nemotron_h", "minimax", "recurrent_gemma", "zamba2",
+    "granitemoehybrid", "qwen2_moe",
 )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "quantization"),
+    [
+        pytest.param(name, quantization, marks=[pytest.mark.thorough] * ((number % 2 == 0) == (quantization is None)))
+        for number, name in enumerate(MODELS)
+        for quantization in (None, "int8")
+    ],
+)
 def test_what_models_send_does_not_depend_on_other_rows(
     model_type: str, quantization: str | None, tmp_path: Path
 ) -> None:
@@ -109,9 +115,9 @@ def test_what_models_send_does_not_depend_on_other_rows(
 @pytest.mark.parametrize(
     ("model_type", "state_dtype", "quantization"),
     [
-        ("falcon_h1", "bfloat16", "int8"),
+        pytest.param("falcon_h1", "bfloat16", "int8", marks=pytest.mark.thorough),
         ("qwen3_next", "bfloat16", "int8"),
-        ("jamba", "float16", "int8"),
+        pytest.param("jamba", "float16", "int8", marks=pytest.mark.thorough),
         ("recurrent_gemma", "bfloat16", "int8"),
         ("falcon_h1", "float16", None),
         pytest.param("kimi_linear", "bfloat16", "int8", marks=pytest.mark.thorough),

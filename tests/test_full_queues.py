@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.cluster.links.port import Port, Reader
 from fastdecode.cluster.prefill.messages import Place
@@ -18,7 +19,6 @@ from fastdecode.cluster.wire.frames import Frame, Kind
 from fastdecode.cluster.wire.handshake import Security
 from fastdecode.cluster.wire.messages import KV_ROWS, KV_STORED, MOST_IN_FLIGHT
 
-PATIENCE_SECONDS = 60.0
 MESSAGES = 450  # These are more messages than one queue holds, and fewer than two.
 
 LISTEN = """

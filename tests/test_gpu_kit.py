@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -81,7 +82,7 @@ def run_kit(tmp_path: Path, parts: dict[str, str], *arguments: str, **environmen
     out = tmp_path / "out"
     own = os.environ | {"PYTHONPATH": f"{SCRIPTS}:{tmp_path}", "PYTHONSAFEPATH": "1"} | environment
     command = [sys.executable, "-c", ALL_PARTS, *(arguments or ("--out", str(out)))]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     file = out / "report.json"
     return done.returncode, done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else None
 

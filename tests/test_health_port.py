@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from helpers import contract, r_workers
 from helpers.ports import free_port
-from helpers.sessions import PATIENCE_SECONDS, log_of, make_key, opened, serves, works
+from helpers.processes import PATIENCE_SECONDS
+from helpers.sessions import log_of, make_key, opened, serves, works
 
 from fastdecode.cli.main import main
 from fastdecode.cluster.pool.tcp import listen_for_joins

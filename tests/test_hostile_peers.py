@@ -17,8 +17,8 @@ import zmq
 from helpers import model_zoo, r_workers
 from helpers.examples import thinned
 from helpers.forks import true_starts
-from helpers.processes import script, segments_of
-from helpers.sessions import HELLO, PATIENCE_SECONDS, frame, log_of, make_key, opened, works
+from helpers.processes import PATIENCE_SECONDS, script, segments_of
+from helpers.sessions import HELLO, frame, log_of, make_key, opened, works
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cluster.wire.frames import FRAME_LIMIT, Conversation, Kind

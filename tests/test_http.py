@@ -9,7 +9,8 @@ import urllib.parse
 from typing import Any
 
 import pytest
-from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer
+from helpers.processes import PATIENCE_SECONDS
+from helpers.servers import MODEL, RunningServer
 from starlette.types import Message
 
 from fastdecode.core.errors import ConfigError

@@ -270,7 +270,7 @@ def test_what_does_not_go_with_states_is_refused(setting: str, value: Any, saved
             "qwen3_next", "drain", {"r_workers": "inproc:2", "num_mini_batches": 2}, marks=pytest.mark.thorough
         ),
         ("lfm2", "", {"max_num_batched_tokens": 16, "max_num_seqs": 3}),
-        ("minimax", "", {"kv_replicas": 2, "r_workers": "inproc:2"}),
+        pytest.param("minimax", "", {"kv_replicas": 2, "r_workers": "inproc:2"}, marks=pytest.mark.thorough),
         pytest.param("falcon_h1", "kill", {"r_workers": "spawn:3"}, marks=pytest.mark.thorough),
         ("jamba", "", {}),
     ],

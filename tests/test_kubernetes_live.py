@@ -22,12 +22,12 @@ import pytest
 from helpers import kubernetes
 from helpers.kubernetes import FOLDER, container, parsed, pods
 from helpers.ports import free_port
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import RunningServer, metrics
 
 pytestmark = pytest.mark.slow
 
 FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
-PATIENCE_SECONDS = 60.0
 API_KEY = "an-api-key"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 SMALL = {

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from doubles.fake_backend import FakeBackend
 from helpers import contract, r_workers
+from helpers.processes import PATIENCE_SECONDS
 from helpers.sessions import frame, make_key
 
 from fastdecode.cluster.links.port import Port, Reader
@@ -38,7 +39,7 @@ from fastdecode.core.errors import BackendError
 from fastdecode.core.types import CONTROL, SPAN, RWorkerInfo, StepPlan, Verb, WorkerPlan
 from fastdecode.kinds.layout import KVLayout
 
-LENGTH, JOB, PATIENCE_SECONDS = 70, 7, 30.0
+LENGTH, JOB = 70, 7
 LAYOUT = replace(contract.LAYOUT, kv_port="loopback")
 ALL_DTYPES = [(model, kv) for model in ("float32", "float16", "bfloat16") for kv in KV_BITS]
 KINDS = os.environ.get("FASTDECODE_TEST_BACKENDS", "inproc,spawn,tcp").split(",")

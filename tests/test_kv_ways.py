@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from helpers import contract
+from helpers.processes import PATIENCE_SECONDS
 from msgspec import structs
 
 from fastdecode.cluster.pool.inproc import InprocBackend
@@ -22,7 +23,7 @@ from fastdecode.core.errors import FrameError
 from fastdecode.core.types import CONTROL, SPAN, StepPlan, Verb, WorkerPlan
 from fastdecode.kinds.layout import KVLayout
 
-LENGTH, START, TICKET, PATIENCE_SECONDS = 70, 512, 7, 30.0
+LENGTH, START, TICKET = 70, 512, 7
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float16", "int4")]
 
 

@@ -66,7 +66,7 @@ def test_tokens_stay_among_others_at_prefill_workers_in_two_places_and_after_kil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranges", [{}, BOTH], ids=["whole", "ranges"])
+@pytest.mark.parametrize("ranges", [pytest.param({}, marks=pytest.mark.thorough), BOTH], ids=["whole", "ranges"])
 def test_tokens_stay_among_others_and_after_kill_9_where_r_workers_absorb(folder: Path, ranges: dict[str, int]) -> None:
     """In bfloat16, R-workers that absorb give the tokens of one R-worker with each text alone."""
     texts, params = prompts((700, 30, 505, 620)), replace(GREEDY, max_tokens=12)

@@ -5,15 +5,20 @@ The tests also cover the answers of R-workers to those that ask, and R-workers t
 
 from __future__ import annotations
 
+import queue
 import re
+import subprocess
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import contract, r_workers
-from helpers.sessions import PATIENCE_SECONDS, log_of, works
+from helpers.processes import PATIENCE_SECONDS, script
+from helpers.sessions import log_of, works
 
 from fastdecode.cluster.pool.tcp import TcpBackend
 from fastdecode.cluster.wire.leases import LEASE_SECONDS, AskedLease
@@ -83,6 +88,53 @@ def test_one_without_heartbeats_gives_way(key_file: Path, security: str | None) 
             works(first)
         first.close()
         found[0].close()
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_one_gets_the_session_among_many_that_ask(is_stopped: bool) -> None:
+    """Five others ask all the time, so that the R-worker never waits for long without a message.
+
+    The first S-worker stops its heartbeats, or ends.
+    """
+    with r_workers.listening() as (_, address), ThreadPoolExecutor() as pool:
+        (first := backend(address, None, None)).open(contract.LAYOUT)
+        is_over, asked = threading.Event(), queue.SimpleQueue[None]()
+
+        def ask() -> None:
+            while not is_over.wait(0.02):
+                with pytest.raises(BusyError):
+                    TcpBackend([address], 16).open(contract.LAYOUT)
+                asked.put(None)
+
+        others = [pool.submit(ask) for _ in range(5)]
+        for _ in range(15):
+            asked.get(timeout=PATIENCE_SECONDS)
+        first.workers[0].link.end_beats() if is_stopped else first.break_off()  # type: ignore[attr-defined]
+        end = time.monotonic() + PATIENCE_SECONDS
+        found = asks_until(lambda: time.monotonic() < end, lambda: backend(address, None, None, waits=True))
+        is_over.set()
+        assert found and works(found[0])
+        for each in others:
+            each.result()
+        found[0].close()
+        first.close()
+
+
+def test_the_garbage_collector_closes_a_forgotten_link() -> None:
+    """The collector may free a context before its sockets; the context must not wait for them for ever."""
+    program = """
+        import gc
+        from fastdecode.cluster.links.tcp import connect
+        from fastdecode.cluster.wire.handshake import Security
+        gc.disable()
+        for _ in range(5):
+            link = connect("127.0.0.1:9", Security(), beats=True)
+            link.begin_beats()
+            link.itself = link
+        del link
+        gc.collect()
+    """
+    subprocess.run(script(program), check=True, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("security", SECURITY)

@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import RunningServer
 
 from fastdecode.api.outputs import CompletionOutput, Logprob
@@ -23,7 +24,7 @@ CHAT: dict[str, Any] = {
 
 def events(server: RunningServer, path: str, body: Any) -> list[Any]:
     asked = urllib.request.Request(server.url + path, json.dumps({**body, "stream": True}).encode())
-    with urllib.request.urlopen(asked, timeout=60) as response:
+    with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
         lines = response.read().decode().splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 

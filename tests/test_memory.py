@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,9 @@ It does not use ``getrusage``, whose peak a process inherits from its parent.
 
 def growth(**environment: str) -> int:
     command = [sys.executable, "-c", PRODUCTS]
-    ran = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, timeout=120)
+    ran = subprocess.run(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_SECONDS
+    )
     assert ran.returncode == 0
     return int(ran.stdout)
 

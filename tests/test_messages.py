@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import MODEL, RunningServer, serving
 
 from fastdecode.core.errors import RequestError
@@ -31,7 +32,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"n": 1180591620717411303424}}<
 
 @pytest.fixture
 def client(chat_server: RunningServer) -> httpx.Client:
-    return httpx.Client(base_url=chat_server.url, timeout=60)
+    return httpx.Client(base_url=chat_server.url, timeout=PATIENCE_SECONDS)
 
 
 def ask(client: httpx.Client, **more: Any) -> dict[str, Any]:

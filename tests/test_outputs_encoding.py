@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.cli.main import main
 
@@ -31,7 +32,7 @@ def test_what_an_encoding_lacks_is_replaced(
 def start(command: list[str], redirected: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run a command in a process of its own."""
     words = ["bash", "-c", f'"$@" {redirected}', "bash", sys.executable, "-m", "fastdecode.cli.main", *command]
-    return subprocess.run(words, env=os.environ | environment, capture_output=True, timeout=120)
+    return subprocess.run(words, env=os.environ | environment, capture_output=True, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.slow

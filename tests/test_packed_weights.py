@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,13 @@ def texts(folder: Path, **settings: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def some_thorough(names: Iterable[str], *thorough: str) -> list[Any]:
+    """Return ``names`` as parameters; ``make test-all`` alone runs those that are ``thorough``."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name in thorough)) for name in names]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", some_thorough(KEPT, "awq", "gptq"))  # layers of experts have these
 def test_packed_weights_answer_as_those_unpacked(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Layers of six formats unpack the same numbers, so the tokens are the same."""
     plain, packed = saved("fp8" if kind == "fp8" else "int8", tmp_path, "", KEPT[kind])
@@ -129,7 +135,7 @@ MIXTURES: dict[str, Format] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*list(MIXTURES)[:-1], pytest.param("olmoe-int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", some_thorough(MIXTURES, "qwen3_moe-int4", "qwen2_moe-fp8", "olmoe-int8"))
 def test_packed_experts_answer_as_those_unpacked(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The same grouped products over the same numbers, so the tokens are the same, by chosen experts and by all."""
     kind = "mxfp4" if name.endswith("mxfp4") else "fp8"

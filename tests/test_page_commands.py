@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from helpers.ports import free_port
+from helpers.processes import PATIENCE_SECONDS
 from helpers.r_workers import listening
 from helpers.servers import CHAT_TEMPLATE, FASTDECODE, RunningServer, serving
 from packaging.requirements import Requirement
@@ -132,7 +133,7 @@ def curl(command: str, chat_server: RunningServer, **_: Any) -> None:
 
 def key(command: str, tmp_path: Path, **_: Any) -> None:
     """Run the command unchanged; R-workers accept no key that others can read."""
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=PATIENCE_SECONDS)
     (made,) = tmp_path.iterdir()
     assert made.stat().st_mode & 0o077 == 0 and made.stat().st_size >= 32
 

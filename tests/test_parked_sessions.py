@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers import latent_zoo, model_zoo, r_workers
 from helpers.engine_checks import assert_nothing_held
+from helpers.processes import PATIENCE_SECONDS
 from helpers.scheduler_harness import AMPLE
 
 from fastdecode import LLM, SamplingParams
@@ -56,7 +57,7 @@ def next_turns(prompts: list[list[int]], answers: list[list[int]]) -> list[list[
 def wait_until_parked(llm: LLM) -> None:
     """Wait until all retained prefixes are on the disk."""
     state = llm.engine.scheduler.store
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(not prefix.is_parked for worker in state.workers for prefix in worker.prefixes.values()):
         llm.engine.look_around()
         if time.monotonic() > deadline:

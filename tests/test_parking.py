@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import r_workers
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 from fastdecode.cluster.pool.inproc import InprocBackend
@@ -179,7 +180,7 @@ class FakeWorker:
 
 
 def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -197,7 +197,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> SModel:
 
 
 FEW = "llama-gqa", "gemma2", "bloom"
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in model_zoo.ARCHITECTURES if name not in FEW]
+MORE = [
+    pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.thorough] * (i % 2)])
+    for i, name in enumerate(model_zoo.ARCHITECTURES)
+    if name not in FEW
+]
+"""Prefill workers compute each architecture's tokens in other tests, too."""
 
 
 @pytest.mark.parametrize("name", [*FEW, *MORE])

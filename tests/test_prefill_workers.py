@@ -16,6 +16,7 @@ from helpers import model_zoo, prefill_workers, r_workers
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import SEES_ALL
 from helpers.prefill_workers import AnyParts
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -228,7 +229,7 @@ def test_one_joins_a_running_job(folder: Any) -> None:
         policy = llm.engine.scheduler.remote_prompts.policy = AnyParts([0])
         pool = llm.engine.backend.join_listener.address
         with prefill_workers.process(folder(), "--join", pool, "--listen", "tcp://127.0.0.1:0"):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while policy.workers != [0, 1] and time.monotonic() < deadline:
                 assert generate(llm, model_zoo.prompts(NAME)[:2]) == expected()[:2]
             assert policy.workers == [0, 1]

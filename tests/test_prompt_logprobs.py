@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engine_checks import assert_nothing_held
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import RunningServer
 from transformers import AutoModelForCausalLM
 
@@ -87,7 +88,7 @@ def test_two_r_workers_in_two_mini_batches_change_nothing(expected: np.ndarray) 
 
 def events(server: RunningServer, body: Any) -> list[Any]:
     asked = urllib.request.Request(server.url + "/v1/completions", json.dumps({**body, "stream": True}).encode())
-    with urllib.request.urlopen(asked, timeout=60) as response:
+    with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
         return [json.loads(line[6:]) for line in response.read().decode().splitlines() if line.startswith("data: {")]
 
 

@@ -18,18 +18,8 @@ import numpy as np
 import pytest
 import zmq
 from helpers import contract, r_workers
-from helpers.processes import script
-from helpers.sessions import (
-    HELLO,
-    PATIENCE_SECONDS,
-    alone,
-    frame,
-    log_of,
-    make_key,
-    opened,
-    serves,
-    works,
-)
+from helpers.processes import PATIENCE_SECONDS, script
+from helpers.sessions import HELLO, alone, frame, log_of, make_key, opened, serves, works
 from msgspec.structs import replace
 
 from fastdecode.cli.main import main

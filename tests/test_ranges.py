@@ -75,24 +75,24 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
-                {"r_workers": "inproc:1"},
                 {"r_workers": "inproc:4", "num_mini_batches": 2, "max_num_batched_tokens": 300},
                 {"r_workers": "spawn:2", "num_mini_batches": 2},
                 {"kv_shard_tokens": 1024, "prefill_scratch": "64MiB"},
                 {"prefill_scratch": "64MiB", "max_num_batched_tokens": 700, "block_size": 256},
                 {"schedule": "prefill-first", "r_workers": "inproc:3", "max_num_seqs": 2},
-                {"kv_load_limit": 3000, "r_workers": "inproc:3"},
                 {"speculative_config": NGRAM, "num_mini_batches": 2},
                 {"kv_cache_memory": "900KiB", "r_workers": "inproc:3", "kv_shard_tokens": None},
             )
         ),
+        pytest.param({"r_workers": "inproc:1"}, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param({"kv_load_limit": 3000, "r_workers": "inproc:3"}, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
     ids=str,
 )
 def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]) -> None:
     """The tokens are transformers' under each of the settings.
 
-    In the last, no R-worker could hold the longest sequence alone, which the engine finds out; sequences are preempted.
+    With 900 KiB, no R-worker could hold the longest sequence alone. The engine finds that out, and preempts sequences.
     """
     with make_llm(folder, **settings) as llm:
         seen = []

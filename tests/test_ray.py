@@ -21,7 +21,7 @@ from helpers.elastic import Job, make_llm
 from helpers.engine_checks import assert_nothing_held
 from helpers.examples import SEES_ALL
 from helpers.prefill_workers import Watched
-from helpers.processes import alive
+from helpers.processes import PATIENCE_SECONDS, alive
 from helpers.r_workers import pool_of
 
 from fastdecode.api.config import EngineConfig
@@ -33,9 +33,6 @@ from fastdecode.core.machine import numa_nodes, usable_cores
 from fastdecode.engine.engine import LLMEngine
 
 pytestmark = pytest.mark.slow
-
-PATIENCE_SECONDS = 60.0
-"""Waits end much sooner on an idle machine; here they only have to end."""
 
 BREAK_SECONDS = 0.03
 """A pause after each step of a job while Ray starts processes, so that these get the cores."""

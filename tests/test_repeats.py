@@ -63,8 +63,15 @@ def test_experts_get_enough_rows_and_the_same_results(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["two of 8 experts", "three of 30 experts"])
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [
+        ("two of 8 experts", 1),
+        ("three of 30 experts", 2),
+        pytest.param("two of 8 experts", 2, marks=pytest.mark.thorough),
+        pytest.param("three of 30 experts", 1, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_row_of_experts_has_the_same_bits_in_any_company(name: str, threads: int, tmp_path: Path) -> None:
     """Also with several threads, each of which gets some of an expert's rows."""
     experts = load(name, "float32", tmp_path)[0].model.model.layers[0].mlp.experts

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import mpi_jobs, r_workers
-from helpers.processes import children_of
+from helpers.processes import PATIENCE_SECONDS, children_of
 
 from fastdecode.api.outputs import CompletionOutput, Logprob, RequestOutput
 from fastdecode.api.sampling_params import SamplingParams
@@ -26,7 +26,6 @@ from fastdecode.sworker.model.tokenizer import HFTokenizer
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "2", "--kv-cache-memory", "64MiB", "--device", "cpu"]
-PATIENCE_SECONDS = 120
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import zmq
 from helpers import contract, r_workers
-from helpers.sessions import HELLO, PATIENCE_SECONDS, alone, frame, log_of, make_key, opened, works
+from helpers.processes import PATIENCE_SECONDS
+from helpers.sessions import HELLO, alone, frame, log_of, make_key, opened, works
 
 from fastdecode.api.config import EngineConfig
 from fastdecode.api.settings import check_security

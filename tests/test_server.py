@@ -13,8 +13,8 @@ from typing import Any
 
 import openai
 import pytest
-from helpers.processes import children_of
-from helpers.servers import MODEL, PATIENCE_SECONDS, RunningServer, metrics, serving, total, wait_until_idle
+from helpers.processes import PATIENCE_SECONDS, children_of
+from helpers.servers import MODEL, RunningServer, metrics, serving, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
 

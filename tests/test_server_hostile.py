@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from helpers.examples import examples
-from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, RunningServer, serving, total, wait_until_idle
+from helpers.processes import PATIENCE_SECONDS
+from helpers.servers import CHAT_TEMPLATE, RunningServer, serving, total, wait_until_idle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

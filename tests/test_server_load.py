@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from helpers.examples import SEES_ALL
-from helpers.servers import PATIENCE_SECONDS, RunningServer, Streamed, serving, stream, total, wait_until_idle
+from helpers.processes import PATIENCE_SECONDS
+from helpers.servers import RunningServer, Streamed, serving, stream, total, wait_until_idle
 
 from fastdecode import LLM, SamplingParams
 

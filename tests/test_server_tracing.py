@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.servers import CHAT_TEMPLATE, PATIENCE_SECONDS, serving, stream
+from helpers.processes import PATIENCE_SECONDS
+from helpers.servers import CHAT_TEMPLATE, serving, stream
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 

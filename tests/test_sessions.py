@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import contract, r_workers
+from helpers.processes import PATIENCE_SECONDS
 from helpers.scheduler_harness import AMPLE
 from helpers.sessions import make
 
@@ -327,7 +328,7 @@ def test_of_two_s_workers_one_goes_on(addresses: str, tmp_path: Path) -> None:
     first.send_signal(signal.SIGSTOP)
     second = job.start_session()
     first.send_signal(signal.SIGCONT)
-    _, err = first.communicate(timeout=90)
+    _, err = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 1 and re.search("session (continues with|s was continued by)", err), err
     _, err = second.communicate()
     assert second.returncode == 0 and "takes it over" in err, err

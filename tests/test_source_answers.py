@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 from helpers.servers import MODEL, RunningServer
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def client(chat_server: RunningServer) -> httpx.Client:
-    return httpx.Client(base_url=chat_server.url, timeout=60)
+    return httpx.Client(base_url=chat_server.url, timeout=PATIENCE_SECONDS)
 
 
 def found_in(value: Any) -> list[Any]:

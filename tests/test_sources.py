@@ -114,11 +114,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "ranks": {"tensor_parallel_size": 2, "r_workers": "inproc:2", "kv_shard_tokens": 512},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
+MORE = ("ranges", "ranges of processes")
+"""Ways whose ranges the way "ranks" has, too."""
 
 
 @pytest.mark.slow
-# "ranges of processes" has these ranges, and copies of them
-@pytest.mark.parametrize("way", [pytest.param("ranges", marks=pytest.mark.thorough), *list(WAYS)[1:]])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ranks",
+        "scratch",
+        "drafts",
+        *(pytest.param(way, marks=pytest.mark.thorough) for way in MORE),
+    ],
+)
 def test_sources_do_not_depend_on_the_way(way: str, llama: tuple[Any, Path]) -> None:
     """Ranges, copies, prompts on the S-worker, and drafts (some accepted) give the same sources."""
     model, folder = llama

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import contract
-from helpers.processes import alive, script, segments_of
+from helpers.processes import PATIENCE_SECONDS, alive, script, segments_of
 
 from fastdecode._rworker import Ring
 from fastdecode.cluster.pool.spawn import SpawnBackend
@@ -22,7 +22,6 @@ from fastdecode.core.errors import BackendError
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_SECONDS = 60
 DESCRIPTORS = Path("/proc/self/fd")
 
 HOLD = """

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from helpers import r_workers
-from helpers.processes import children_of
+from helpers.ports import free_port
+from helpers.processes import PATIENCE_SECONDS, children_of
 from helpers.servers import BARE, FASTDECODE, RunningServer
 from helpers.sessions import log_of
 from helpers.streams import Client
@@ -23,8 +24,6 @@ from helpers.streams import Client
 from fastdecode.api.config import EngineConfig
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
-
-PATIENCE_SECONDS = 60
 
 
 def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,12 +34,16 @@ def test_what_a_standby_needs_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @contextmanager
-def server(folder: Path, name: str, *flags: str) -> Iterator[RunningServer]:
-    """Yield a server that serves or is a standby, once its first line is there."""
+def server(folder: Path, name: str, *flags: str, rank: dict[str, str] | None = None) -> Iterator[RunningServer]:
+    """Yield a server that serves or is a standby, once its first line is there.
+
+    ``rank``: the variables by which a launcher tells rank 0 its rank.
+    """
     log = folder / f"{name}.log"
     with log.open("w") as errors:
-        command = [FASTDECODE, "serve", *BARE, "--max-model-len", "512", *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            serve(*flags), stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | (rank or {})
+        )
     try:
         line = process.stdout.readline() if process.stdout else ""
         found = re.search(r" at (https?://\S+)", line)
@@ -49,6 +52,34 @@ def server(folder: Path, name: str, *flags: str) -> Iterator[RunningServer]:
     finally:
         process.kill()
         process.wait()
+
+
+def serve(*flags: str) -> list[str]:
+    return [FASTDECODE, "serve", *BARE, "--max-model-len", "512", *flags]
+
+
+@contextmanager
+def server_of_ranks(
+    folder: Path, name: str, size: int, launched: bool, *flags: str
+) -> Iterator[tuple[RunningServer, list[int]]]:
+    """Yield a server of ``size`` ranks, and the ranks' process ids. ``launched``: as torchrun would start the ranks."""
+    flags = (*flags, "--tensor-parallel-size", str(size))
+    if not launched:
+        with server(folder, name, *flags) as running:
+            yield running, [running.process.pid, *children_of(running.process.pid, "tensor_parallel.process")]
+        return
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [shared | {"RANK": str(index), "LOCAL_RANK": str(index)} for index in range(size)]
+    with (folder / f"{name}.ranks.log").open("w") as log:
+        others = [subprocess.Popen(serve(*flags), stdout=log, stderr=log, env=os.environ | each) for each in ranks[1:]]
+    try:
+        with server(folder, name, *flags, rank=ranks[0]) as running:
+            yield running, [running.process.pid, *(each.pid for each in others)]
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
 
 
 def wait_for(server: RunningServer, status: int) -> None:
@@ -131,28 +162,33 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "ranks"),
+    ("way", "ranks", "launched"),
     [
-        ("SIGSTOP", (2, 2)),
-        pytest.param("SIGKILL", (2, 2), marks=pytest.mark.thorough),
-        pytest.param("SIGKILL", (2, 1), marks=pytest.mark.thorough),
-        pytest.param("SIGKILL", (1, 2), marks=pytest.mark.thorough),
-        pytest.param("SIGSTOP", (2, 1), marks=pytest.mark.thorough),
+        ("SIGSTOP", (2, 2), True),
+        pytest.param("SIGSTOP", (2, 2), False, marks=pytest.mark.thorough),
+        pytest.param("SIGKILL", (2, 2), False, marks=pytest.mark.thorough),
+        pytest.param("SIGKILL", (2, 1), False, marks=pytest.mark.thorough),
+        pytest.param("SIGKILL", (1, 2), False, marks=pytest.mark.thorough),
+        pytest.param("SIGSTOP", (2, 1), False, marks=pytest.mark.thorough),
     ],
 )
-def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[int, int]) -> None:
+def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[int, int], launched: bool) -> None:
     """All ranks of a server are killed or stopped at once, and a standby takes over.
 
-    Where both have as many ranks, R-workers' sequences are kept. No stopped rank goes on.
+    Where both have as many ranks, R-workers' sequences are kept. No stopped rank goes on. ``launched``: as torchrun
+    would start the ranks; otherwise rank 0 starts the others.
     """
     asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
     with ExitStack() as stack:
         addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
         common = ("--r-workers", addresses, "--keep-session", "60", "--journal", str(tmp_path / "journal"))
-        common = (*common, "--dtype", "float32", "--tensor-parallel-size")
-        first = stack.enter_context(server(tmp_path, "first", *common, str(ranks[0]), "--session", "s"))
-        second = stack.enter_context(server(tmp_path, "second", *common, str(ranks[1]), "--standby", "s"))
-        group = [first.process.pid, *children_of(first.process.pid, "tensor_parallel.process")]
+        common = (*common, "--dtype", "float32")
+        first, group = stack.enter_context(
+            server_of_ranks(tmp_path, "first", ranks[0], launched, *common, "--session", "s")
+        )
+        second, _ = stack.enter_context(
+            server_of_ranks(tmp_path, "second", ranks[1], launched, *common, "--standby", "s")
+        )
         assert len(group) == ranks[0]
         wait_until_it_asks(second)
         client = Client("/v1/completions", asked, "a")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from helpers import r_workers
 from helpers.forks import relayed
+from helpers.processes import PATIENCE_SECONDS
 from helpers.tiny_hybrids import random_prompts, save_with_texts
 
 from fastdecode.cluster.pool.state_files import StateFiles
@@ -70,7 +71,9 @@ def _run(settings: dict[str, Any], kill_at: int) -> list[Any] | None:
     told = {"settings": settings, "prompts": random_prompts(LENGTHS), "num_tokens": NUM_TOKENS, "kill_at": kill_at}
     command = relayed([sys.executable, "-c", PROGRAM, json.dumps(told)])
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE_SECONDS
+    )
     if kill_at:
         assert done.returncode == -9, done.stderr
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from helpers import latent_zoo, model_zoo, packed_weights, r_workers
 from helpers.fake_recorders import fake_recorders
 from helpers.rank_jobs import run_ranks
+from helpers.vllm_models import GREEDY, SETTINGS, Zoo, generate, job_of_ranks, prompts
+from safetensors.torch import load_file
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -22,12 +24,8 @@ from fastdecode.sworker.model.vllm_layers import OnePassNorm
 
 vllm = pytest.importorskip("vllm", reason="`make test-vllm` makes an environment with vLLM")
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-SETTINGS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 1024, "dtype": "float32"}
-SETTINGS |= {"s_threads": 1, "r_threads": 1, "kv_cache_memory": "64MiB", "block_size": 16, "model_impl": "vllm"}
-
 MODELS = ("llama-gqa", "qwen3", "qwen3_moe", "gemma2", "mistral", "gpt_oss", "deepseek_v3")
-SHARED = ("llama-gqa", "qwen3", "qwen3_moe")
+SHARED = ("llama-gqa", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 """Models whose tokens are compared with two tensor-parallel ranks."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_mini_batches": 2},
@@ -43,37 +41,9 @@ NUM_PACKED = 64
 """The number of sequences whose tokens are compared with vLLM's own."""
 
 
-class Zoo:
-    """Tiny random models in folders, with what transformers generates for eight prompts."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._found: dict[str, tuple[Path, list[list[int]]]] = {}
-
-    def __getitem__(self, name: str) -> tuple[Path, list[list[int]]]:
-        if name not in self._found:
-            tied = {"tie_word_embeddings": name == "gemma2"}  # The published model ties its embeddings.
-            kinds = latent_zoo if name in latent_zoo.CONFIGS else model_zoo
-            model = kinds.build_model(name, **{"max_position_embeddings": 2048} | tied)
-            path = self._folder / name
-            model.save_pretrained(path)
-            self._found[name] = path, model_zoo.generate(model, prompts()).tokens
-        return self._found[name]
-
-
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("zoo"))
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(model_zoo.VOCABULARY, (each,), generator=generator).tolist() for each in latent_zoo.LENGTHS]
-
-
-def generate(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": list(text)} for text in texts], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -112,17 +82,21 @@ def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
     """Each of two processes loads its part. Rank 0 loses an R-worker in the last job."""
     folder, wanted = zoo[name]
     ways: list[dict[str, Any]] = [WAYS["plain"] | {"r_workers": "inproc:1"}, WAYS["ranges"], {"r_workers": "spawn:2"}]
-    settings = {each: value for each, value in SETTINGS.items() if each != "skip_tokenizer_init"}
-    job: dict[str, Any] = {"folder": str(folder), "prompts": prompts(), "params": {"max_tokens": 64}}
-    jobs = [job | {"settings": settings | way} for way in ways]
+    jobs = [job_of_ranks(folder, way) for way in ways]
     jobs[-1]["kill_at"] = 30
-    jobs.append(job | {"settings": settings | {"journal": str(tmp_path / "journal")}})
-    jobs.append(job | {"settings": settings | {"hf_overrides": {"num_attention_heads": 5, "num_key_value_heads": 5}}})
-    *results, journal, uneven = run_ranks(2, jobs, tmp_path)
-    for result in results:
+    for result in run_ranks(2, jobs, tmp_path):
         assert [tokens for (tokens,) in result["tokens"]] == wanted and result["held"] == 0
-    assert "journal: ranks do not know the whole layout with --model-impl vllm" in journal["error"]
-    assert re.search(r"heads \(5\)|5 heads", uneven["error"])
+
+
+@pytest.mark.timeout(500)
+def test_ranks_that_cannot_share_the_model_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    odd = {"num_attention_heads": 5, "num_key_value_heads": 5}, {"intermediate_size": 129}
+    ways = [{"journal": str(tmp_path / "journal")}, *({"hf_overrides": each, "load_format": "dummy"} for each in odd)]
+    jobs = [job_of_ranks(zoo["llama-gqa"][0], way) for way in ways]
+    journal, heads, width = (result["error"] for result in run_ranks(2, jobs, tmp_path))
+    assert "journal: ranks do not know the whole layout with --model-impl vllm" in journal
+    assert "2 ranks cannot share the model's 5 heads and 5 KV heads evenly; 1 or 5 can" in heads
+    assert re.search("vLLM's layers cannot be dealt to 2 ranks: .*% self.tp_size == 0.*; give another number", width)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +113,57 @@ def test_latents_rotate_and_choose_experts_as_in_transformers(name: str, absorpt
 @pytest.mark.parametrize(
     ("kinds", "name", "reason"),
     [
-        (model_zoo, "gpt_neox", "has no code of vLLM's own, which would run transformers'"),
-        (latent_zoo, "youtu", r"is refused by vLLM: .*YoutuForCausalLM.* are not supported"),
-        (model_zoo, "llama4_text", "has layers of vLLM's class ChunkedLocalAttention, of which only Attention and MLA"),
+        (model_zoo, "gpt_neox", "this model has no code of vLLM's own, which would run transformers', so vLLM's code"),
+        (latent_zoo, "youtu", r"vLLM refuses this model with these settings: .*YoutuForCausalLM.* are not supported"),
+        (
+            model_zoo,
+            "llama4_text",
+            "has layers of vLLM's class ChunkedLocalAttention, so vLLM's code cannot",
+        ),
     ],
 )
 def test_models_without_such_layers_of_vllms_are_refused(kinds: Any, name: str, reason: str, tmp_path: Path) -> None:
     kinds.build_model(name).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=reason):
+    refused_as(reason, tmp_path, UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "settings", "reason"),
+    [
+        ({"quant_method": "foo"}, {}, "Unknown quantization method: foo"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, {}, "float32 .* Supported dtypes: "),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+            {"dtype": "bfloat16"},
+            "Failed to find a kernel",
+        ),
+    ],
+)
+def test_formats_that_vllm_refuses_are_named(
+    quantization: dict[str, Any], settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model_zoo.build_model("llama-gqa").save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | {"quantization_config": quantization}))
+    reason = "vLLM refuses this model with these settings: .*" + reason
+    refused_as(reason, tmp_path, UnsupportedModelError, **settings)
+
+
+def refused_as(reason: str, folder: Path, kind: type[Exception], **settings: Any) -> None:
+    """Check that the refusal gives ``reason`` in one line, and ends in advice about vLLM's code alone."""
+    with pytest.raises(kind, match=reason) as caught:
+        LLM(str(folder), **SETTINGS | {"max_model_len": 256} | settings)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 700
+    assert "AttentionInterface" not in message and message.endswith("or leave --model-impl vllm out")
+
+
+def test_weights_that_can_hold_code_are_refused(tmp_path: Path) -> None:
+    """vLLM would unpickle them."""
+    model_zoo.build_model("llama-gqa").save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"the folder has its weights as \.bin files"):
         LLM(str(tmp_path), **SETTINGS | {"max_model_len": 256})
 
 
@@ -212,7 +229,6 @@ def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_modules": ["a=nowhere"]}, "lora_modules: merge the adapter into a checkpoint first, or leave"),
         ({"quantization": "int8"}, "quantization: vLLM multiplies a packed checkpoint as it is packed, or leave"),
         ({"latent_absorption": "r"}, r"latent_absorption: r needs latent attention \(MLA\), and vLLM's code of llama"),
     ],
@@ -227,7 +243,4 @@ def test_layers_of_another_class_are_named(tmp_path: Path) -> None:
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 16}
     transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match="has layers of vLLM's class MambaMixer, of which only Attention and"
-    ):
-        LLM(str(tmp_path), **SETTINGS)
+    refused_as("this model has layers of vLLM's class MambaMixer, so vLLM's code", tmp_path, UnsupportedModelError)

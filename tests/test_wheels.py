@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.forks import true_starts
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode import _rworker
 from fastdecode.cli.main import WITHOUT_S_PART
@@ -100,10 +101,10 @@ def started(site: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_commands_of_the_s_part_say_where_they_are(site: Path) -> None:
     with started(site, "serve") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2 and "serve is not in fastdecode-r-worker" in said
     with started(site, "--help") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert {*re.findall(r"^ {4}([\w-]+)", said, re.MULTILINE)} == {*WITHOUT_S_PART}
 
 
@@ -116,5 +117,5 @@ def test_an_r_worker_serves_from_that_wheel_and_four_packages(site: Path) -> Non
         address = re.search(r"tcp://(\S+:\d+)", line)
         assert address, line
         with started(site, "doctor", "--r-workers", address[1]) as doctor:
-            said, _ = doctor.communicate(timeout=60)
+            said, _ = doctor.communicate(timeout=PATIENCE_SECONDS)
     assert re.search(rf"R-worker {re.escape(address[1])}: \d+ thread.*reads", said), said

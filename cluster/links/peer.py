@@ -45,6 +45,10 @@ class PeerChannel:
         self._listener.send_to(self.identity, parts, self.waits)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
+        """See ``Channel.receive``. Another peer's message ends a wait early.
+
+        So many peers that ask again and again cannot keep the caller from its other work.
+        """
         if self.first_header is not None:
             first, self.first_header = self.first_header, None
             return first
@@ -61,6 +65,9 @@ class PeerChannel:
                 return peer.first_header
             self._listener.on_stranger(peer)
             self._listener.skip()
+            if timeout_seconds:
+                self._look_at_connection()
+                return None
 
     def close(self) -> None:
         """See ``Channel.close``; the listener stays open."""

@@ -29,6 +29,18 @@ UNLIKE = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 FAILED = UNLIKE | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
+class Context(zmq.Context):
+    """A context that keeps its sockets alive until it is destroyed.
+
+    pyzmq's context only has weak references to its sockets. If the garbage collector frees both at once, that context
+    finds no socket to close, and waits for the sockets forever.
+    """
+
+    def _add_socket(self, socket: Any) -> None:
+        self._sockets = getattr(self, "_sockets", None) or set()  # type: ignore[assignment]
+        self._sockets.add(socket)
+
+
 class ZmqSocket:
     """The base of both ends' sockets: limits, a monitor of connections, and reading a message part by part.
 
@@ -42,7 +54,7 @@ class ZmqSocket:
 
         ``part_bytes``: most bytes of a part. ``received``: most messages queued from one peer; 0 for no limit.
         """
-        self.context = zmq.Context()
+        self.context = Context()
         self.socket: zmq.Socket = self.context.socket(kind)
         self.socket.maxmsgsize, self.socket.linger = part_bytes, 200
         self.socket.sndhwm, self.socket.rcvhwm = MAX_QUEUED, received
@@ -124,7 +136,7 @@ class Beats:
 
         The R-worker ends the session if this process is stopped for ``patience_seconds``.
         """
-        self._context = zmq.Context()
+        self._context = Context()
         socket = self._context.socket(zmq.DEALER)
         self._socket = socket  # pyzmq closes the socket once nothing refers to it
         socket.routing_id, socket.conflate, socket.linger = beats_name(epoch), 1, 0

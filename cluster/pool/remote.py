@@ -124,7 +124,8 @@ class RemoteWorker(PoolWorker):
 
         If the R-worker still serves the session's previous S-worker, which may be gone, ask again until ``deadline``.
         """
-        retry_seconds = 0.3
+        # An R-worker drops a silent S-worker within milliseconds of the first HELLO of another
+        retry_seconds, most_retry_seconds = 0.02, 0.3
         while True:
             try:
                 return self.calls.answer(Kind.WELCOME, OPEN_SECONDS)
@@ -135,6 +136,7 @@ class RemoteWorker(PoolWorker):
                     raise
             self.close()
             time.sleep(retry_seconds)
+            retry_seconds = min(2 * retry_seconds, most_retry_seconds)
             self.open(self._layout)
 
     def _held(self, welcome: Welcome) -> tuple[HeldSequence, ...]:

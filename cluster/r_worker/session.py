@@ -70,7 +70,6 @@ class Session:
         self._kv_port: Any = None
         self._park_door: Any = None
         self._link, self._host, self._on_open = link, host, on_open
-        self._idle_seconds = 0.0
         self._heard = time.monotonic()
         self._gives_way_to = ""
         self._spin = Spin()
@@ -137,11 +136,10 @@ class Session:
         idle_seconds = 1.0
         try:
             frame = self._next()
-            self._idle_seconds = 0.0 if frame else self._idle_seconds + TICK_SECONDS
             if frame is not None:
                 self._heard = time.monotonic()
                 self._handler(frame)(frame)
-            elif self.leaving and self._slots is None and self._idle_seconds > idle_seconds:
+            elif self.leaving and self._slots is None and time.monotonic() - self._heard > idle_seconds:
                 self._over = True
         except LeaseError as error:
             self._refuse(error.kind, str(error))

@@ -58,7 +58,8 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServerSetting
         if args.session not in (None, settings.standby):
             raise ConfigError(f"serve: --session {args.session!r} and --standby {settings.standby!r}: give one")
         args.session = settings.standby
-    return dataclasses.replace(engine_config(args), stands_by=settings.standby is not None), settings
+    args.stands_by = settings.standby is not None  # a rank that a launcher started never returns from the next call
+    return engine_config(args), settings
 
 
 def _check_no_flag_has_the_model(args: argparse.Namespace) -> None:

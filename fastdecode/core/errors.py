@@ -27,6 +27,8 @@ class ModelLoadError(FastDecodeError):
 class UnsupportedModelError(FastDecodeError):
     """The model can be loaded, but R-workers cannot compute its attention."""
 
+    what_it_does: str = ""  # the model's feature that R-workers do not support, if known apart from the message
+
 
 class RequestError(FastDecodeError, ValueError):
     """A request that can never run: empty, too long, or with invalid token ids. Other requests are not affected."""

@@ -18,18 +18,20 @@ def merged(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
     Raise ModelLoadError if the folder has no LoRA adapter, or one of another model.
     """
-    _check(folder)
+    check_adapter(folder)
+    if find_spec("peft") is None:
+        raise ModelLoadError("lora_modules: merging an adapter needs peft: pip install 'fastdecode[lora]'")
     from peft import PeftConfig, PeftModel
 
     try:
         wrapped = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
         found = wrapped.load_adapter(str(folder), "default")
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelLoadError(_other_model(folder, " ".join(str(error).split())[:200])) from None
+        raise ModelLoadError(other_model(folder, " ".join(str(error).split())[:200])) from None
     strangers = sorted(found.missing_keys) or sorted(found.unexpected_keys)
     if strangers:
         what = "lacks" if found.missing_keys else "has a place for"
-        raise ModelLoadError(_other_model(folder, f"one of the two {what} {strangers[0]}, among {len(strangers)}"))
+        raise ModelLoadError(other_model(folder, f"one of the two {what} {strangers[0]}, among {len(strangers)}"))
     for name, module in wrapped.named_modules():
         if hasattr(getattr(module, "base_layer", None), "token_adapter"):
             raise ModelLoadError(
@@ -67,7 +69,7 @@ def _part_shared(wrapped: Any) -> None:
             wrapped.config.get_text_config().tie_word_embeddings = False
 
 
-def _check(folder: Path) -> None:
+def check_adapter(folder: Path) -> None:
     """Raise ModelLoadError for an adapter that cannot be merged, as far as the files in ``folder`` show."""
     if not (folder / ADAPTER_FILE).is_file():
         raise ModelLoadError(f"lora_modules: {str(folder)!r} is no folder with {ADAPTER_FILE}, as peft saves adapters")
@@ -89,10 +91,9 @@ def _check(folder: Path) -> None:
     for name, why in not_merged.items():
         if config.get(name):
             raise ModelLoadError(f"lora_modules: {str(folder)!r} has {name} in its {ADAPTER_FILE}: {why}")
-    if find_spec("peft") is None:
-        raise ModelLoadError("lora_modules: merging an adapter needs peft: pip install 'fastdecode[lora]'")
 
 
-def _other_model(folder: Path, why: str) -> str:
+def other_model(folder: Path, why: str) -> str:
+    """Return the message that the adapter in ``folder`` does not fit the model."""
     base = adapter_config(folder).get("base_model_name_or_path")
     return f"lora_modules: the adapter in {str(folder)!r} was made for another model (its base is {base!r}): {why}"

@@ -124,18 +124,8 @@ class Recorder:
         if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
             refuse(self.hf_config, "does not hand over one key and value per token")
         # Arguments of attention calls that do not change o
-        harmless = frozenset(
-            [
-                "dropout",
-                "position_ids",
-                "use_cache",
-                "cache_position",
-                "output_attentions",
-                "output_router_logits",
-                "logits_to_keep",
-            ]
-        )
-        unknown = [name for name, given in kwargs.items() if given is not None and name not in harmless]
+        harmless = "dropout position_ids use_cache cache_position output_attentions output_router_logits logits_to_keep"
+        unknown = [name for name, given in kwargs.items() if given is not None and name not in harmless.split()]
         if unknown:
             needs = "an adapter of its indexer (`sworker/adapters/index.py`)" if {*unknown} & {*INDEX_ARGUMENTS} else ""
             refuse(self.hf_config, f"asks its attention for {', '.join(unknown)}", needs)

@@ -46,26 +46,33 @@ def has_state_types(hf_config: Any) -> bool:
     return not STATE_TYPES.isdisjoint(getattr(hf_config.get_text_config(), "layer_types", None) or ())
 
 
-def refuse(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
-    """Raise UnsupportedModelError. Its text says what the model does, and what support would take (``needs``)."""
+def refuse(hf_config: Any, what_it_does: str, needs: str = "", supported: str = SUPPORTED) -> NoReturn:
+    """Raise UnsupportedModelError: what the model does, what support would take (``needs``), and what is supported."""
     taking = f" (it would take {needs})" if needs else ""
-    raise UnsupportedModelError(
+    error = UnsupportedModelError(
         f"{hf_config.model_type}: this model {what_it_does}, so its attention cannot be handed to R-workers{taking}; "
-        f"supported are {SUPPORTED}"
+        f"supported are {supported}"
     )
+    error.what_it_does = what_it_does
+    raise error
+
+
+def _refuse_all(hf_config: Any, what_it_does: str, needs: str = "") -> NoReturn:
+    """Refuse a model for what its configuration says, whatever library's code would compute it."""
+    refuse(hf_config, what_it_does, needs, "decoder-only causal language models")
 
 
 def check_config(hf_config: Any) -> None:
     """Refuse models that FastDecode computes wrongly although the trial forward at loading would accept them."""
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
-        refuse(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
+        _refuse_all(hf_config, "is an encoder-decoder model", "attention to an encoder's states")
     if getattr(text_config, "alibi", False) and hf_config.model_type not in OWN_ATTENTION:
-        refuse(hf_config, "adds a position bias to its scores (ALiBi)")
+        _refuse_all(hf_config, "adds a position bias to its scores (ALiBi)")
     if hf_config.model_type == "mpt":
         _check_mpt(hf_config)
     if getattr(text_config, "num_hidden_layers", 1) < 1:
-        refuse(hf_config, "has no layers")
+        _refuse_all(hf_config, "has no layers")
     check_named(text_config)
     # Types of layers that pass this check; the trial forward may still refuse them
     attending = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -73,7 +80,7 @@ def check_config(hf_config: Any) -> None:
     unknown = set(getattr(text_config, "layer_types", None) or ()) - known - STATE_TYPES
     if unknown:
         needs = dict.fromkeys(NEEDS[each] for each in sorted(unknown) if each in NEEDS)
-        refuse(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))
+        _refuse_all(hf_config, f"has layers of type {', '.join(sorted(unknown))}", "; ".join(needs))
 
 
 def _check_mpt(hf_config: Any) -> None:
@@ -81,7 +88,7 @@ def _check_mpt(hf_config: Any) -> None:
     for name, value in usual.items():
         found = getattr(hf_config.attn_config, name, value)
         if found != value:
-            refuse(hf_config, f"has {name} {found}, which transformers ignores")
+            _refuse_all(hf_config, f"has {name} {found}, which transformers ignores")
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:
@@ -94,7 +101,7 @@ def check_rope(hf_config: Any, max_model_len: int) -> None:
         limit = {"longrope": short, "dynamic": own}.get(kind)
         same = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
         if limit is not None and max_model_len > limit and not same:
-            refuse(
+            _refuse_all(
                 hf_config,
                 f"changes its {kind} rotary frequencies beyond {limit} tokens for a whole batch at once; "
                 f"it runs with --max-model-len {limit} or less",

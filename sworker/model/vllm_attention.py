@@ -16,7 +16,7 @@ import torch
 from fastdecode.core.errors import ConfigError
 from fastdecode.sworker.adapters.latents import LatentRows
 from fastdecode.sworker.model.prepack import PROOF_ROWS, equal_within_rounding
-from fastdecode.sworker.model.refusals import refuse
+from fastdecode.sworker.model.vllm_refusals import refuse
 from fastdecode.sworker.run.pipeline import attend
 
 
@@ -57,8 +57,7 @@ def hand_over_attention(vllm_config: Any, hf_config: Any, r_workers_absorb: bool
         elif type(layer) is MLAAttention and not (what := _unknown_latents(layer)):
             layer.forward = partial(_latent_attention, layer, _latents(layer, hf_config, not r_workers_absorb))
         else:
-            known = "Attention and MLAAttention"
-            other = f"has layers of vLLM's class {type(layer).__name__}, of which only {known} are handed over"
+            other = f"has layers of vLLM's class {type(layer).__name__}"
             refuse(hf_config, other if type(layer) not in (Attention, MLAAttention) else what)
     if r_workers_absorb and not any(type(layer) is MLAAttention for layer in layers):
         what = f"vLLM's code of {hf_config.model_type} keeps no latents"

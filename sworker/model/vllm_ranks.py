@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastdecode.api.config import EngineConfig
 from fastdecode.core.errors import ConfigError
 
 
@@ -61,17 +60,3 @@ def begin_groups(rank: Any, has_experts: bool) -> None:
     groups.initialize_model_parallel(size)
     if rank:
         groups.get_tp_group().device_communicator = RankCommunicator(rank)
-
-
-def check_ranks(config: EngineConfig, model_config: Any) -> None:
-    """Raise ConfigError if vLLM's layers cannot be dealt to the ranks of ``config``."""
-    if (size := config.tensor_parallel_size) == 1:
-        return
-    heads, kv_heads = model_config.hf_text_config.num_attention_heads, model_config.get_total_num_kv_heads()
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise ConfigError(
-            f"tensor_parallel_size: {size} ranks cannot share the model's {heads} heads and {kv_heads} KV heads evenly"
-        )
-    for name in ("journal", "prefill_workers"):
-        if getattr(config, name):
-            raise ConfigError(f"{name}: ranks do not know the whole layout with --model-impl vllm; leave it out")

@@ -21,7 +21,7 @@ from chaos.configuration import KINDS, SMALL, Configuration, draw
 FAULTS = ("exception", "tokens", "sources", "audit", "blocks", "negative-free", "lost-count", "left", "hang")
 COUNTS = (
     "kills", "drains", "joins", "preemptions", "woken", "not woken", "sequences", "tokens", "audited rounds",
-    "audited", "different", "missed",
+    "audited", "different", "ties", "missed",
 )  # fmt: skip
 ROUND_SECONDS = 240
 
@@ -81,7 +81,8 @@ def _options() -> argparse.Namespace:
 
 def _print_totals(unclean: dict[int, str], totals: Counter[str], kinds: Counter[str]) -> None:
     """Print the totals of all rounds.
-    ``missed``: events that never found a target. ``different``: tokens that differ from the reference's.
+    ``missed``: events that never found a target. ``different``: tokens that differ from the reference's. ``ties``:
+    completions that chose the other of two equal tokens.
     """
     num_rounds = kinds.total()
     print(f"{num_rounds} rounds ({', '.join(f'{kinds[kind]} {kind}' for kind in KINDS if kinds[kind])})")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from helpers import latent_zoo, model_zoo, sparse_zoo, tiny_hybrids
 
-from chaos.configuration import DEMO, HYBRIDS, Ask, Configuration
+from chaos.configuration import DEMO, HYBRIDS, SPARSE, Ask, Configuration
 from fastdecode import SamplingParams
 from fastdecode.api.config import EngineConfig
-from fastdecode.api.outputs import RequestOutput
+from fastdecode.api.outputs import CompletionOutput, RequestOutput
 from fastdecode.api.structured_outputs import StructuredOutputsParams
 from fastdecode.cluster.r_worker.host import block_bytes
 from fastdecode.engine.engine import LLMEngine
@@ -24,14 +24,27 @@ ALONE = (
 )  # fmt: skip
 """Settings that the reference shares with the round."""
 
+ROUNDING = 1e-5
+"""Greatest difference of two logarithms of probabilities that another order of float32 additions can swap."""
+
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion: its tokens, its text and its finish reason."""
+    """One completion: its tokens, its text and its finish reason.
+    ``ties``: by place, the tokens that are as probable as the chosen token, except for rounding.
+    """
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: str | None
+    ties: dict[int, list[int]] = field(default_factory=dict)
+
+    def tie_of(self, tokens: tuple[int, ...]) -> int | None:
+        """Return the place from which ``tokens`` differ, if they choose a token of ``ties`` there; else None."""
+        pairs = enumerate(zip(self.tokens, tokens, strict=False))
+        first = next((place for place, (wanted, found) in pairs if wanted != found), None)
+        is_tie = first is not None and tokens[first] in self.ties.get(first, ())
+        return first if is_tie and len(tokens) == len(self.tokens) else None
 
 
 Answers = dict[int, list[Answer]]
@@ -55,10 +68,7 @@ class Reference:
     def read(cls, path: Path) -> Reference:
         """Return the reference that ``write`` wrote."""
         told = json.loads(path.read_text())
-        answers = {
-            int(number): [Answer(tuple(each["tokens"]), each["text"], each["finish_reason"]) for each in several]
-            for number, several in told["answers"].items()
-        }
+        answers = {int(number): [_read_answer(each) for each in several] for number, several in told["answers"].items()}
         return cls(answers, told["num_steps"], told["block_bytes"], told["weight_bytes"])
 
 
@@ -98,7 +108,10 @@ def compute_reference(drawn: Configuration, folder: Path) -> Reference:
     try:
         wanted: Answers = {}
         for number, ask in enumerate(drawn.asks):
-            engine.add_request(str(number), prompt_of(ask), params_of(ask))
+            params = params_of(ask)
+            if adds_in_another_order(drawn) and params.temperature == 0:
+                params = replace(params, logprobs=4)  # for ties
+            engine.add_request(str(number), prompt_of(ask), params)
         num_steps = 0
         while engine.has_unfinished_requests():
             take(engine.step(), wanted)
@@ -125,5 +138,29 @@ def take(outputs: list[RequestOutput], found: Answers) -> None:
     """Store the newest outputs in ``found``."""
     for output in outputs:
         found[int(output.request_id)] = [
-            Answer(tuple(each.token_ids), each.text, each.finish_reason) for each in output.outputs
+            Answer(tuple(each.token_ids), each.text, each.finish_reason, ties_of(each)) for each in output.outputs
         ]
+
+
+def adds_in_another_order(drawn: Configuration) -> bool:
+    """Return whether the engine of ``drawn`` adds float32 numbers in another order than the reference.
+    Ranks add partial sums. Ranges of a model with an index add scores.
+    """
+    return drawn.kind == "ranks" or (drawn.architecture in SPARSE and "kv_shard_tokens" in drawn.settings)
+
+
+def ties_of(completion: CompletionOutput) -> dict[int, list[int]]:
+    """Return the ties of ``completion``, if it has logprobs: see ``Answer``."""
+    ties: dict[int, list[int]] = {}
+    for place, probable in enumerate(completion.logprobs or ()):
+        chosen = completion.token_ids[place]
+        least = probable[chosen].logprob - ROUNDING
+        others = [token for token, each in probable.items() if token != chosen and each.logprob >= least]
+        if others:
+            ties[place] = others
+    return ties
+
+
+def _read_answer(told: dict[str, Any]) -> Answer:
+    ties = {int(place): others for place, others in told["ties"].items()}
+    return Answer(tuple(told["tokens"]), told["text"], told["finish_reason"], ties)

@@ -21,7 +21,7 @@ from chaos.configuration import SPARSE, Ask, Configuration, accepted_settings
 from chaos.events import Events
 from chaos.parking import leave_prefixes, place_disks
 from chaos.processes import Leftovers, Processes
-from chaos.reference import Answers, Reference, engine_config, params_of, prompt_of, take
+from chaos.reference import Answer, Answers, Reference, engine_config, params_of, prompt_of, take
 from fastdecode import RequestOutput, SamplingParams
 from fastdecode.core.errors import RequestError
 from fastdecode.engine.engine import LLMEngine
@@ -241,11 +241,21 @@ class Round:
                 if not any(self._hopeless.values()):
                     self.result.fault(f"tokens: request {number} was given up, and there is room for it")
                 continue
-            self.result.compare(
-                number, [each.tokens for each in answers], [each.tokens for each in found.get(number, ())]
-            )
+            tokens = [each.tokens for each in found.get(number, ())]
+            self.result.compare(number, self._expected(number, answers, tokens), tokens)
         if any(not is_right for is_right in self._hopeless.values()):
             self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
+
+    def _expected(self, number: int, answers: list[Answer], found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return the tokens to expect of request ``number``. After a tie, these are the tokens ``found``."""
+        expected = [each.tokens for each in answers]
+        for index, (answer, tokens) in enumerate(zip(answers, found, strict=False)):
+            place = answer.tie_of(tokens)
+            if place is not None:
+                self.result.log.append(f"request {number} chose the other of two equal tokens at place {place}")
+                self.result.counts["ties"] += 1
+                expected[index] = tokens
+        return expected
 
 
 def drawn_audit(drawn: Configuration) -> dict[str, Any]:

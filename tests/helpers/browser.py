@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from helpers.processes import PATIENCE_SECONDS
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 FLAGS = (
@@ -60,7 +62,7 @@ class Tab:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    async def wait_for(self, expression: str, seconds: float = 60.0) -> None:
+    async def wait_for(self, expression: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until a JavaScript expression is true; an exception counts as false. A TimeoutError names it."""
         guarded = f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()"
         for _ in range(int(seconds / 0.1)):

@@ -15,8 +15,8 @@ import psutil
 from fastdecode.cli.launch import find_mpiexec, needed_environment
 from helpers import r_workers
 from helpers.forks import relayed
+from helpers.processes import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 120
 R_WORKER = [r_workers.FASTDECODE, "r-worker", "--transport", "mpi", *r_workers.SMALL]
 
 

@@ -11,6 +11,12 @@ import psutil
 
 TESTS = Path(__file__).resolve().parents[1]
 
+PATIENCE_SECONDS = 240
+"""Seconds for which a test waits for another process: less than pytest's limit for the whole test.
+
+What the process does takes a small part of it, unless other processes keep all cores busy.
+"""
+
 
 def script(code: str) -> list[str]:
     """Return the command of a Python process that runs ``code`` and can import the tests' helpers."""

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helpers.processes import PATIENCE_SECONDS
+
 FASTDECODE = str(Path(sys.executable).parent / "fastdecode")
 MODEL = "demo"
-PATIENCE_SECONDS = 60
 BARE = ["--port", "0", "--device", "cpu", "--s-threads", "1"]
 FLAGS = [*BARE, "--max-model-len", "256", "--kv-cache-memory", "64MiB", "--r-threads", "1"]
 """Flags of a small server with one thread each, since tests share the cores."""
@@ -45,7 +46,7 @@ class RunningServer:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         try:
-            with urllib.request.urlopen(asked, timeout=60) as response:
+            with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as response:
                 return response.status, _parsed(response.read())
         except urllib.error.HTTPError as error:
             return error.code, _parsed(error.read())

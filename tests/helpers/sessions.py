@@ -15,8 +15,7 @@ from fastdecode.cluster.wire.messages import Hello, encode_hello
 from fastdecode.core.errors import BackendError
 from fastdecode.core.types import StepPlan
 from helpers import contract
-
-PATIENCE_SECONDS = 60
+from helpers.processes import PATIENCE_SECONDS
 
 
 def make() -> _rworker.RWorker:

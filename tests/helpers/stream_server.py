@@ -11,6 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from helpers.processes import PATIENCE_SECONDS
+
 Chunk = dict[str, Any] | bytes | float
 """A JSON event, raw bytes, or seconds to wait."""
 
@@ -96,7 +98,7 @@ def running(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        if not ready.wait(60):
+        if not ready.wait(PATIENCE_SECONDS):
             raise TimeoutError("the test's server did not start")
         yield server
     finally:

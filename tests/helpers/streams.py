@@ -7,7 +7,7 @@ import json
 import urllib.request
 from typing import Any
 
-PATIENCE_SECONDS = 60
+from helpers.processes import PATIENCE_SECONDS
 
 
 class Client:
