@@ -155,9 +155,7 @@ class IntegerLayer:
     ) -> None:
         """``q_norm``, ``k_norm``: over each head. Raise ValueError where shapes do not fit each other."""
 
-    def before(
-        self, x: Rows, cos: Rows, sin: Rows, q: Rows, k: Rows, v: Rows, isa: str, threads: int
-    ) -> None:
+    def before(self, x: Rows, cos: Rows, sin: Rows, q: Rows, k: Rows, v: Rows, isa: str, threads: int) -> None:
         """Set ``q`` [rows, heads, head_dim], and ``k``, ``v`` [rows, kv_heads, head_dim] from ``x`` [rows, hidden].
 
         ``cos``, ``sin``: [rows, head_dim], the angles of rotary embeddings.

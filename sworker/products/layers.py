@@ -23,6 +23,7 @@ from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass
 class Call:
     """An attention call of a layer's own code: q, k, v [1, heads, T, dim], and the arguments after the mask."""
@@ -66,10 +67,8 @@ class LayersInTwoCalls:
         qkv, o = (self._linears.products.get(id(linears.get(name))) for name in ("v_proj", "o_proj"))
         of_qkv = {self._linears.products.get(id(linears.get(name))) for name in ("q_proj", "k_proj", "v_proj")}
         gate_up, down = (self._linears.products.get(id(getattr(mlp, name, None))) for name in ("up_proj", "down_proj"))
-        products = [qkv, o, gate_up, down]
-        if not activation or of_qkv != {qkv} or None in products or any(_is_hooked(each) for each in module.modules()):
-            return None
-        if any(product.is_split for product in products if product):
+        products = [product for product in (qkv, o, gate_up, down) if product and not product.is_split]
+        if not activation or of_qkv != {qkv} or len(products) < 4 or any(map(_is_hooked, module.modules())):
             return None
         no_norm = torch.empty(0).numpy(), 0.0, False
         own_norms = [_norm_of(linears[name]) if name in linears else no_norm for name in ("q_norm", "k_norm")]
@@ -92,11 +91,14 @@ def _is_hooked(module: Any) -> bool:
 def _layer_of(
     module: Any, products: list[IntegerProduct], norms: list[Any], head_dim: int, activation: str
 ) -> LayerInTwoCalls | None:
-    qkv, o = products[:2]
+    qkv, o, gate_up, down = products
     heads, kv_heads = o.width // head_dim, (qkv.num_outputs - o.width) // (2 * head_dim)
     try:
-        parts = [product.packed for product in products]
-        layer = _sworker.IntegerLayer(*parts, *norms, heads=heads, kv_heads=kv_heads, activation=activation)
+        weights = qkv.packed, o.packed, gate_up.packed, down.packed
+        input_norm, post_norm, q_norm, k_norm = norms
+        layer = _sworker.IntegerLayer(
+            *weights, input_norm, post_norm, q_norm, k_norm, heads=heads, kv_heads=kv_heads, activation=activation
+        )
     except ValueError as error:
         logger.info("%s is left as it is: %s", type(module).__name__, error)
         return None
