@@ -134,3 +134,34 @@ class IntegerExperts:
         threads: int,
     ) -> None:
         """Set ``out`` [rows, columns] to ``sums``, added over all ranks, times their scales, plus the bias."""
+
+Norm = tuple[Floats, float, bool]
+"""A norm's weight [dim] (empty for no norm), its epsilon, and whether rows are rounded before the weight multiplies."""
+
+class IntegerLayer:
+    """A decoder layer's norms, rotary embedding and int8 products, in one call before attention and one after it."""
+
+    def __init__(
+        self,
+        qkv: IntegerWeights,
+        o: IntegerWeights,
+        gate_up: IntegerWeights,
+        down: IntegerWeights,
+        input_norm: Norm,
+        post_norm: Norm,
+        q_norm: Norm,
+        k_norm: Norm,
+        heads: int,
+        kv_heads: int,
+        activation: str,
+    ) -> None:
+        """``q_norm``, ``k_norm``: over each head. Raise ValueError where shapes do not fit each other."""
+
+    def before(self, x: Rows, cos: Rows, sin: Rows, q: Rows, k: Rows, v: Rows, isa: str, threads: int) -> None:
+        """Set ``q`` [rows, heads, head_dim], and ``k``, ``v`` [rows, kv_heads, head_dim] from ``x`` [rows, hidden].
+
+        ``cos``, ``sin``: [rows, head_dim], the angles of rotary embeddings.
+        """
+
+    def after(self, x: Rows, o: Rows, out: Rows, isa: str, threads: int) -> None:
+        """Set ``out`` [rows, hidden], the layer's output for input ``x`` and attention's ``o`` [rows, heads · dim]."""

@@ -25,6 +25,7 @@ from fastdecode.sworker.products import kernels
 from fastdecode.sworker.products.codes import block_of, quantized, set_codes, unrotated
 from fastdecode.sworker.products.experts import ExpertProducts
 from fastdecode.sworker.products.kernels import integer_isa
+from fastdecode.sworker.products.layers import LayerInTwoCalls
 from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 from fastdecode.sworker.products.ordered import ordered_linear
 
@@ -190,6 +191,7 @@ def test_logits_are_those_of_the_oracle_and_rows_repeat(name: str, zoo: Path, mo
 def use_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IntegerProduct, "compute", integer_oracle.compute)
     monkeypatch.setattr(ExpertProducts, "_multiplied", integer_oracle.experts_multiplied)
+    monkeypatch.setattr(LayerInTwoCalls, "__call__", integer_oracle.own_layer)
 
 
 def logits_of(code: ModelCode, hf_config: Any) -> torch.Tensor:

@@ -26,6 +26,8 @@ std::vector<const RowKernels*> supported_kernels() {
     return found;
 }
 
+}  // namespace
+
 const RowKernels& kernels_of(const std::string& isa) {
     static const std::vector<const RowKernels*> supported = supported_kernels();
     if (isa == "auto") return *supported.back();
@@ -33,6 +35,8 @@ const RowKernels& kernels_of(const std::string& isa) {
         if (isa == kernels->isa) return *kernels;
     throw std::invalid_argument("this CPU runs no kernels named " + isa);
 }
+
+namespace {
 
 template <typename T>
 RmsNorm<T> norm_job(const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out,
@@ -162,4 +166,5 @@ PYBIND11_MODULE(_sworker, module) {
     module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
                py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);
+    bind_layers(module);
 }

@@ -3,6 +3,10 @@
 #include <pybind11/numpy.h>
 
 #include <stdexcept>
+#include <string>
+
+#include "integer_weights.hpp"
+#include "row_kernels.hpp"
 
 namespace sworker {
 
@@ -26,7 +30,15 @@ inline bool is_matrix(const py::array& a, py::ssize_t rows, std::size_t columns)
     return a.ndim() == 2 && a.shape(0) == rows && std::size_t(a.shape(1)) == columns;
 }
 
+/// The row kernels of an instruction set; of the best with "auto".
+const RowKernels& kernels_of(const std::string& isa);
+/// The integer kernels of an instruction set, for `threads` threads.
+Runner runner_of(const std::string& isa, unsigned threads);
+Activation activation_of(const std::string& name);
+
 /// Products of integers.
 void bind_integers(py::module_& module);
+/// Decoder layers with products of integers; after `bind_integers`.
+void bind_layers(py::module_& module);
 
 }  // namespace sworker

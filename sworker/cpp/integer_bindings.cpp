@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "grouped_product.hpp"
 #include "integer_weights.hpp"
 #include "parallel.hpp"
 
@@ -30,6 +31,8 @@ const std::vector<const IntegerKernels*>& supported_integer_kernels() {
     return supported;
 }
 
+}  // namespace
+
 Runner runner_of(const std::string& isa, unsigned threads) {
     for (const IntegerKernels* kernels : supported_integer_kernels())
         if (isa == kernels->isa) return {kernels, threads};
@@ -42,6 +45,8 @@ Activation activation_of(const std::string& name) {
     if (name == "gelu_tanh") return Activation::gelu_tanh;
     throw std::invalid_argument("no activation named " + name);
 }
+
+namespace {
 
 using Codes = py::array_t<std::int8_t, py::array::c_style>;
 using Sums = py::array_t<std::int32_t, py::array::c_style>;

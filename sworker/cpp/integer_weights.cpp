@@ -3,43 +3,16 @@
 #include <algorithm>
 #include <cstring>
 
-#include "parallel.hpp"
+#include "grouped_product.hpp"
 
 namespace sworker {
-
-namespace {
-
-float* scratch_of(std::size_t width) {
-    thread_local Lines<float> scratch;
-    const std::size_t padded = (width + LANES - 1) / LANES * LANES;
-    if (scratch.size() < padded) scratch.resize(padded);
-    return scratch.data();
-}
-
-float rotate(const IntegerKernels& kernels, const SourceRows<float>& source, std::size_t row, float* y) {
-    return kernels.rotate_float32(source, row, y);
-}
-
-float rotate(const IntegerKernels& kernels, const SourceRows<BFloat16>& source, std::size_t row, float* y) {
-    return kernels.rotate_bfloat16(source, row, y);
-}
-
-void scale_block(const IntegerKernels& kernels, const Scaling<float>& job) {
-    kernels.scale_float32(job);
-}
-
-void scale_block(const IntegerKernels& kernels, const Scaling<BFloat16>& job) {
-    kernels.scale_bfloat16(job);
-}
-
-}  // namespace
 
 IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, std::size_t width, std::size_t block,
                                const float* scales, const float* bias, unsigned threads)
     : columns_(columns),
       width_(width),
       block_(block),
-      codes_(panels() * quads() * QUAD * PANEL),
+      codes_(weight_memory(code_bytes())),
       starts_(panels() * PANEL),
       scales_(panels() * PANEL),
       bias_(bias ? panels() * PANEL : 0) {
@@ -51,7 +24,7 @@ IntegerWeights::IntegerWeights(const std::int8_t* codes, std::size_t columns, st
 }
 
 void IntegerWeights::pack_panel(std::size_t index, const std::int8_t* codes) {
-    std::int8_t* packed = codes_.data() + index * quads() * QUAD * PANEL;
+    std::int8_t* packed = panel(index);
     const std::int8_t* first = codes + index * PANEL * width_;
     const std::size_t lanes = std::min(PANEL, columns_ - index * PANEL), whole = width_ / QUAD * QUAD;
     for (std::size_t i = 0; i < whole; i += QUAD)
@@ -74,7 +47,7 @@ void IntegerWeights::unpack(std::int8_t* codes) const {
 }
 
 std::size_t IntegerWeights::num_bytes() const {
-    return codes_.size() + 4 * (starts_.size() + scales_.size() + bias_.size());
+    return code_bytes() + 4 * (starts_.size() + scales_.size() + bias_.size());
 }
 
 template <typename T>
@@ -118,76 +91,18 @@ GroupedProduct::GroupedProduct(std::span<const RowGroup> groups) : groups_(group
     first_blocks_.push_back(blocks_.size());
 }
 
-/// Codes of all rows, block by block. `peaks` are read if they are given, else written to `own_peaks`.
-template <typename T>
-const char* GroupedProduct::quantize(const SourceRows<T>& source, const float* peaks, float* own_peaks,
-                                     const Runner& runner) const {
-    thread_local Lines<char> memory;
-    const IntegerKernels& kernels = *runner.kernels;
-    const std::size_t row_bytes = any().quads() * QUAD * kernels.code_bytes;
-    if (memory.size() < rows() * row_bytes) memory.resize(rows() * row_bytes);
-    char* codes = memory.data();
-    constexpr std::size_t few = 1 << 13;  // elements that this thread quantizes before others would have started
-    const unsigned threads = rows() * source.width < few ? 1 : runner.threads;
-    parallel_for(rows(), threads, [&](std::size_t row) {
-        const auto is_before = [](std::size_t each, const Block& block) { return each < block.begin; };
-        const Block& block = *(std::upper_bound(blocks_.begin(), blocks_.end(), row, is_before) - 1);
-        float* y = scratch_of(source.width);
-        const float own = rotate(kernels, source, row, y);
-        if (own_peaks) own_peaks[row] = own;
-        char* place = codes + block.begin * row_bytes + (row - block.begin) * QUAD * kernels.code_bytes;
-        kernels.quantize(y, source.width, peaks ? peaks[row] : own, {place, block.size * QUAD});
-    });
-    return codes;
-}
-
-/// `done(group, block, panel, sums)`: handles the sums of a block of rows and a panel of its group's weights. The passes
-/// over a panel prefetch the next one: in two halves, or at once if there is only one pass.
-template <typename Done>
-void GroupedProduct::multiply_panels(const char* codes, const Runner& runner, const Done& done) const {
-    const std::size_t panels = any().panels(), quads = any().quads(), tasks = groups_.size() * panels;
-    const std::size_t row_bytes = quads * QUAD * runner.kernels->code_bytes, half_panel = quads * QUAD * PANEL / 2;
-    constexpr std::size_t line = 64;
-    parallel_for(tasks, runner.threads, [&](std::size_t task) {
-        const std::size_t group = task / panels, panel = task % panels, next = std::min(task + 1, tasks - 1);
-        const IntegerWeights& weights = *groups_[group].weights;
-        const std::int8_t* ahead = groups_[next / panels].weights->panel(next % panels);
-        alignas(64) std::int32_t sums[MOST_ROWS * PANEL];
-        const std::size_t first = first_blocks_[group], end = first_blocks_[group + 1];
-        for (std::size_t index = first; index < end; ++index) {
-            const Block& block = blocks_[index];
-            const std::size_t pass = index - first, step = end - first == 1 ? 2 * line : pass < 2 ? line : 0;
-            runner.kernels->multiply({codes + block.begin * row_bytes, block.size, quads, weights.panel(panel),
-                                      weights.starts_.data() + panel * PANEL, sums,
-                                      ahead + (pass == 1 ? half_panel : 0), step});
-            done(weights, block, panel, sums);
-        }
-    });
-}
-
 template <typename T>
 void GroupedProduct::multiply(const SourceRows<T>& source, T* out, const Runner& runner) const {
-    if (!rows()) return;
-    thread_local Lines<float> row_scales;
-    if (row_scales.size() < rows()) row_scales.resize(rows());
-    float* scales = row_scales.data();
-    const char* codes = quantize(source, nullptr, scales, runner);
-    for (std::size_t row = 0; row < rows(); ++row) scales[row] = scale_of(scales[row]);
-    const std::size_t all = any().columns_;
-    multiply_panels(codes, runner, [&](const IntegerWeights& own, const Block& block, std::size_t panel, auto* sums) {
-        const std::size_t first = panel * PANEL;
-        scale_block(*runner.kernels,
-                    Scaling<T>{sums, own.scales_.data() + first, own.bias_.empty() ? nullptr : own.bias_.data() + first,
-                               scales + block.begin, out + block.begin * all + first, block.size,
-                               std::min(PANEL, all - first), PANEL, all});
-    });
+    multiply_read(source.width, [&](std::size_t row, float* y) { return rotate(*runner.kernels, source, row, y); }, out,
+                  runner);
 }
 
 template <typename T>
 void GroupedProduct::add_up(const SourceRows<T>& source, const float* peaks, std::int32_t* sums,
                             const Runner& runner) const {
     if (!rows()) return;
-    const char* codes = quantize(source, peaks, nullptr, runner);
+    const auto read = [&](std::size_t row, float* y) { return rotate(*runner.kernels, source, row, y); };
+    const char* codes = quantize(source.width, read, peaks, nullptr, runner);
     const std::size_t all = any().columns_;
     multiply_panels(codes, runner, [&](const IntegerWeights&, const Block& block, std::size_t panel, auto* found) {
         const std::size_t first = panel * PANEL, columns = std::min(PANEL, all - first);

@@ -2,11 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
-#include <span>
 #include <vector>
 
 #include "integer_kernels.hpp"
+#include "weight_memory.hpp"
 
 namespace sworker {
 
@@ -68,51 +69,13 @@ private:
     friend class GroupedProduct;
     std::size_t quads() const { return (width_ + QUAD - 1) / QUAD; }
     std::size_t panels() const { return (columns_ + PANEL - 1) / PANEL; }
-    const std::int8_t* panel(std::size_t index) const { return codes_.data() + index * quads() * QUAD * PANEL; }
+    std::size_t code_bytes() const { return panels() * quads() * QUAD * PANEL; }
+    std::int8_t* panel(std::size_t index) const { return codes_.get() + index * quads() * QUAD * PANEL; }
     void pack_panel(std::size_t index, const std::int8_t* codes);
     std::size_t columns_, width_, block_;
-    Lines<std::int8_t> codes_;
+    std::shared_ptr<std::int8_t> codes_;
     Lines<std::int32_t> starts_;
     Lines<float> scales_, bias_;
-};
-
-/// Rows `begin` to `end`, which `weights` multiply.
-struct RowGroup {
-    const IntegerWeights* weights;
-    std::size_t begin, end;
-};
-
-/// Groups of rows, one after another from row 0, each with its own weights; all weights have one shape and block. Threads
-/// share all groups' panels, so a mixture's experts with few rows need no parallel region each.
-class GroupedProduct {
-public:
-    explicit GroupedProduct(std::span<const RowGroup> groups);
-
-    /// See `IntegerWeights`, whose functions of these names are those of one group.
-    template <typename T>
-    void multiply(const SourceRows<T>& source, T* out, const Runner& runner) const;
-    template <typename T>
-    void add_up(const SourceRows<T>& source, const float* peaks, std::int32_t* sums, const Runner& runner) const;
-    template <typename T>
-    void scale(const std::int32_t* sums, const float* peaks, T* out, const Runner& runner) const;
-
-private:
-    /// Rows of one group that one pass over a panel multiplies.
-    struct Block {
-        std::size_t begin, size;
-    };
-
-    std::size_t rows() const { return groups_.empty() ? 0 : groups_.back().end; }
-    const IntegerWeights& any() const { return *groups_.front().weights; }
-    template <typename T>
-    const char* quantize(const SourceRows<T>& source, const float* peaks, float* own_peaks, const Runner& runner) const;
-    template <typename Done>
-    void multiply_panels(const char* codes, const Runner& runner, const Done& done) const;
-
-    std::span<const RowGroup> groups_;
-    std::vector<Block> blocks_;
-    /// The first block of each group, and the number of all blocks.
-    std::vector<std::size_t> first_blocks_;
 };
 
 /// Rotate and quantize `rows` rows to plain codes [rows, width], with a scale each.

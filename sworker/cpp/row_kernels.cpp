@@ -93,6 +93,14 @@ void sum(const WeightedSum<T>& job, std::size_t row) {
     if (first < job.dim) sum_some(job, row, first, job.dim - first);
 }
 
+template <typename T>
+void add(const RowSum<T>& job, std::size_t row) {
+    const T* x = job.x + row * job.dim;
+    const T* y = job.y + row * job.dim;
+    T* out = job.out + row * job.dim;
+    for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) + load(y[i]));
+}
+
 /// Sums of `COLUMNS` neighbouring columns, each in the order of a single column.
 template <std::size_t COLUMNS>
 void multiply_columns(const float* __restrict__ x, const float* __restrict__ weight, std::size_t width,
@@ -128,6 +136,8 @@ const RowKernels kernels{SWORKER_NAME(SWORKER_ISA),
                          rotate<BFloat16>,
                          sum<float>,
                          sum<BFloat16>,
+                         add<float>,
+                         add<BFloat16>,
                          multiply_row};
 
 }  // namespace sworker::SWORKER_ISA

@@ -56,6 +56,15 @@ struct OrderedProduct {
     std::size_t rows, columns, width;
 };
 
+/// out = x + y; all [rows, dim]. `out` may be `x`.
+template <typename T>
+struct RowSum {
+    const T* x;
+    const T* y;
+    T* out;
+    std::size_t dim;
+};
+
 /// The same code compiled for one instruction set; each function computes one row.
 struct RowKernels {
     const char* isa;
@@ -65,6 +74,8 @@ struct RowKernels {
     void (*rotate_bfloat16)(const Rotation<BFloat16>&, std::size_t row);
     void (*sum_float32)(const WeightedSum<float>&, std::size_t row);
     void (*sum_bfloat16)(const WeightedSum<BFloat16>&, std::size_t row);
+    void (*add_float32)(const RowSum<float>&, std::size_t row);
+    void (*add_bfloat16)(const RowSum<BFloat16>&, std::size_t row);
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
 };
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ ROTARY = "apply_rotary_pos_emb"
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
-
-
 class FusedRows:
     """Replaces norms and rotary embeddings of a model by one-pass forms, and can restore them."""
 
@@ -36,7 +34,7 @@ class FusedRows:
         """Replace each norm and rotary embedding of ``model`` whose one-pass form gives equal results in a trial."""
         self.num_norms = self.num_rotary = 0
         self._replaced: list[torch.nn.Module] = []
-        self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], Forward] | None] = {}
+        self._norm_forms: dict[tuple[object, ...], Callable[[torch.nn.Module], OnePassNorm] | None] = {}
         self._rotations: dict[tuple[object, ...], Rotary | None] = {}
         dtype = next(model.parameters()).dtype
         for module in model.modules() if next(model.parameters()).device.type == "cpu" and dtype in DTYPES else ():
@@ -126,38 +124,39 @@ def eps_of(norm: torch.nn.Module) -> float | None:
     return next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
 
 
-def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], Forward] | None:
+class OnePassNorm:
+    """The forward of a norm, in one pass. Rows of another dtype than the weight's go to the norm's own code."""
+
+    def __init__(self, norm: Any, offset: float, round_first: bool) -> None:
+        """``offset`` is added to the weight. ``round_first``: rows are rounded before the weight multiplies them."""
+        self.weight = (norm.weight.detach().float() + offset).numpy()
+        self.eps, self.round_first = float(eps_of(norm) or 0.0), round_first
+        self._norm, self._dtype = norm, norm.weight.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [..., dim], normed."""
+        if x.dtype != self._dtype:
+            own: torch.Tensor = type(self._norm).forward(self._norm, x)
+            return own
+        rows = x.reshape(-1, len(self.weight)).contiguous()
+        out = torch.empty(rows.shape, dtype=self._dtype)
+        _sworker.rms_norm(_array(rows), self.weight, self.eps, self.round_first, _array(out), torch.get_num_threads())
+        return out.view(x.shape)
+
+
+def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], OnePassNorm] | None:
     """Return a function that makes one-pass forwards for norms like ``norm``; None if no form gives equal results.
 
     The forms multiply by the weight after rounding, by the weight before rounding, or by one plus the weight.
     """
     rows = torch.randn(1, PROOF_ROWS, len(norm.weight), generator=torch.Generator()).to(norm.weight.dtype)
     for offset, round_first in ((0.0, True), (0.0, False), (1.0, False)):
-
-        def form(module: torch.nn.Module, offset: float = offset, round_first: bool = round_first) -> Forward:
-            return _norm_forward(module, offset, round_first)
-
         with torch.inference_mode():
-            if equal_within_rounding(form(norm)(rows), type(norm).forward(norm, rows)):
-                return form
+            found = OnePassNorm(norm, offset, round_first)(rows)
+            if equal_within_rounding(found, type(norm).forward(norm, rows)):
+                return partial(OnePassNorm, offset=offset, round_first=round_first)
     logger.info("%s is left as it is: no known form of RMSNorm gives the same", type(norm).__name__)
     return None
-
-
-def _norm_forward(norm: Any, offset: float, round_first: bool) -> Forward:
-    dtype, eps = norm.weight.dtype, float(eps_of(norm) or 0.0)
-    weight = (norm.weight.detach().float() + offset).numpy()
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != dtype:
-            own: torch.Tensor = type(norm).forward(norm, x)
-            return own
-        rows = x.reshape(-1, len(weight)).contiguous()
-        out = torch.empty(rows.shape, dtype=dtype)
-        _sworker.rms_norm(_array(rows), weight, eps, round_first, _array(out), torch.get_num_threads())
-        return out.view(x.shape)
-
-    return forward
 
 
 def rotates_alike(rotary: Any, head_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> bool:

@@ -96,7 +96,7 @@ def _replace_and_probe(code: TransformersCode, hf_config: Any, config: EngineCon
     if code.device.type == "cuda":
         replaced.append(optional("GPU rows").GpuRows(model))
     if integers:
-        replaced.append(integers.gated_layers())
+        replaced += integers.replaced_layers()
     try:
         layout = probe_layout(code, hf_config, config.kv_cache_dtype)
     except UnsupportedModelError as error:

@@ -29,6 +29,7 @@ class GatedLayers:
         self._linears = linears
         self._replaced: list[torch.nn.Module] = []
         self._forms: dict[tuple[object, ...], str | None] = {}
+        self._activations: dict[int, str] = {}
         for module in model.modules():
             self._replace(module)
         logger.info("%d gated layers in two calls", len(self._replaced))
@@ -37,10 +38,15 @@ class GatedLayers:
     def num_layers(self) -> int:
         return len(self._replaced)
 
+    def activation_of(self, module: torch.nn.Module) -> str | None:
+        """Return the kernels' name of the activation of ``module``; None if its ``forward`` was not replaced."""
+        return self._activations.get(id(module))
+
     def undo(self) -> None:
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
+        self._activations.clear()
 
     def _replace(self, module: torch.nn.Module) -> None:
         found = self._products_of(module)
@@ -55,6 +61,7 @@ class GatedLayers:
         if activation is not None:
             module.__dict__["forward"] = _forward(first, second, activation)
             self._replaced.append(module)
+            self._activations[id(module)] = activation
 
     def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
         """Return (the product that gate and up share, the product of down); None if the module has no such products.

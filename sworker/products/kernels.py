@@ -45,8 +45,8 @@ def integer_isa() -> str:
 def use_openmp() -> None:
     """Run the kernels on the threads that torch's OpenMP has, if torch uses OpenMP."""
     openmp = ctypes.CDLL(None)
-    functions = [getattr(openmp, name, None) for name in ("GOMP_parallel", "omp_get_thread_num")]
-    if None not in functions:
+    functions = [getattr(openmp, name) for name in ("GOMP_parallel", "omp_get_thread_num") if hasattr(openmp, name)]
+    if len(functions) == 2:
         _sworker.use_openmp(*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions))
 
 

@@ -162,6 +162,21 @@ class IntegerProduct(SharedProduct):
         return self._own_dtype
 
     @property
+    def packed(self) -> _sworker.IntegerWeights:
+        """The packed weights of all layers together."""
+        return self._weights
+
+    @property
+    def isa(self) -> str:
+        """The instruction set of the product."""
+        return self._isa
+
+    @property
+    def is_split(self) -> bool:
+        """True if ranks share the product's inputs."""
+        return self._rank is not None
+
+    @property
     def num_outputs(self) -> int:
         """The number of outputs of all layers together."""
         return sum(self._widths)

@@ -13,6 +13,7 @@ from fastdecode.sworker.model.packed_weight import PackedWeight
 from fastdecode.sworker.products.codes import codes_of
 from fastdecode.sworker.products.experts import pack_experts, quantize_experts
 from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.layers import LayersInTwoCalls
 from fastdecode.sworker.products.linears import IntegerLinears, expert_counts, num_attention_heads, quantize_linears
 from fastdecode.sworker.products.loading import ExpertsConfig
 from fastdecode.sworker.products.ordered import order_products
@@ -42,9 +43,13 @@ class IntegerProducts:
         if pack_experts(model) or self._linears.num_layers:
             order_products(model, hf_config)
 
-    def gated_layers(self) -> GatedLayers:
-        """Replace the ``forward`` of gated layers by two calls each; return an object that can restore them."""
-        return GatedLayers(self._model, self._linears)
+    def replaced_layers(self) -> list[GatedLayers | LayersInTwoCalls]:
+        """Replace the ``forward`` of gated layers, then of whole decoder layers; return what can restore them.
+
+        The norms and rotary embeddings of the model must have been replaced before.
+        """
+        gated = GatedLayers(self._model, self._linears)
+        return [gated, LayersInTwoCalls(self._model, self._linears, gated)]
 
 
 def restore_linears(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -115,3 +115,9 @@ def compute(product: Any, rows: torch.Tensor, activation: str = "none") -> torch
     if product._bias is not None:
         found = found + product._bias
     return found.to(rows.dtype).view(*rows.shape[:-1], -1)
+
+
+def own_layer(layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the result of the decoder layer's own code, for ``LayerInTwoCalls.__call__``."""
+    found: torch.Tensor = type(layer._module).forward(layer._module, *args, **kwargs)
+    return found

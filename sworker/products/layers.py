@@ -1,0 +1,174 @@
+"""Decoder layers in two calls: one before attention, and one after it, in place of some twenty torch operations.
+
+The layer's code is not changed. The layer gets another ``forward`` if a trial on random rows gives equal bits, since
+the calls use the kernels that replaced norms, rotary embeddings and products one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastdecode import _sworker
+from fastdecode.sworker.model.fused import OnePassNorm
+from fastdecode.sworker.model.prepack import PROOF_ROWS
+from fastdecode.sworker.model.recorder import Recorder
+from fastdecode.sworker.products.gated import GatedLayers
+from fastdecode.sworker.products.kernels import array
+from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
+from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Call:
+    """An attention call of a layer's own code: q, k, v [1, heads, T, dim], and the arguments after the mask."""
+
+    tensors: tuple[torch.Tensor, ...]
+    options: dict[str, Any]
+
+
+class LayersInTwoCalls:
+    """Replaces the ``forward`` of a model's decoder layers, and can restore it."""
+
+    def __init__(self, model: torch.nn.Module, linears: IntegerLinears, gated: GatedLayers) -> None:
+        """Replace the ``forward`` of each layer for which a trial shows that the two calls give the same bits."""
+        self._linears, self._gated = linears, gated
+        self._replaced: list[torch.nn.Module] = []
+        for module in model.modules():
+            layer = self._made(module)
+            if layer and layer.is_proven():
+                module.__dict__["forward"] = layer
+                self._replaced.append(module)
+        logger.info("%d decoder layers in two calls", len(self._replaced))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._replaced)
+
+    def undo(self) -> None:
+        for module in self._replaced:
+            del module.__dict__["forward"]
+        self._replaced.clear()
+
+    def _made(self, module: Any) -> LayerInTwoCalls | None:
+        """Return the two calls of a decoder layer; None if ``module`` is none, or has parts that they do not cover."""
+        children = dict(module.named_children())
+        attention, mlp = children.get("self_attn"), children.get("mlp")
+        norms = [_norm_of(children.get(name)) for name in ("input_layernorm", "post_attention_layernorm")]
+        activation = self._gated.activation_of(mlp) if mlp else None
+        if set(children) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or None in norms:
+            return None
+        linears: Any = dict(attention.named_children()) if attention else {}
+        qkv, o = (self._linears.products.get(id(linears.get(name))) for name in ("v_proj", "o_proj"))
+        of_qkv = {self._linears.products.get(id(linears.get(name))) for name in ("q_proj", "k_proj", "v_proj")}
+        gate_up, down = (self._linears.products.get(id(getattr(mlp, name, None))) for name in ("up_proj", "down_proj"))
+        products = [product for product in (qkv, o, gate_up, down) if product and not product.is_split]
+        if not activation or of_qkv != {qkv} or len(products) < 4 or any(map(_is_hooked, module.modules())):
+            return None
+        no_norm = torch.empty(0).numpy(), 0.0, False
+        own_norms = [_norm_of(linears[name]) if name in linears else no_norm for name in ("q_norm", "k_norm")]
+        head_dim = getattr(attention, "head_dim", None)
+        if None in own_norms or not isinstance(head_dim, int):
+            return None
+        return _layer_of(module, products, [*norms, *own_norms], head_dim, activation)
+
+
+def _norm_of(norm: Any) -> tuple[Any, float, bool] | None:
+    """Return (weight, eps, whether rows are rounded before the weight multiplies them) of a norm in one pass."""
+    form = vars(norm).get("forward") if norm else None
+    return (form.weight, form.eps, form.round_first) if isinstance(form, OnePassNorm) else None
+
+
+def _is_hooked(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _layer_of(
+    module: Any, products: list[IntegerProduct], norms: list[Any], head_dim: int, activation: str
+) -> LayerInTwoCalls | None:
+    qkv, o, gate_up, down = products
+    heads, kv_heads = o.width // head_dim, (qkv.num_outputs - o.width) // (2 * head_dim)
+    try:
+        weights = qkv.packed, o.packed, gate_up.packed, down.packed
+        input_norm, post_norm, q_norm, k_norm = norms
+        layer = _sworker.IntegerLayer(
+            *weights, input_norm, post_norm, q_norm, k_norm, heads=heads, kv_heads=kv_heads, activation=activation
+        )
+    except ValueError as error:
+        logger.info("%s is left as it is: %s", type(module).__name__, error)
+        return None
+    return LayerInTwoCalls(module, layer, (heads, kv_heads, head_dim), qkv)
+
+
+class LayerInTwoCalls:
+    """The forward of a decoder layer. Arguments of unknown form go to the layer's own code."""
+
+    def __init__(self, module: Any, layer: _sworker.IntegerLayer, heads: tuple[int, int, int], qkv: IntegerProduct):
+        """``heads``: number of query heads, of KV heads, and elements per head."""
+        self._module, self._attention, self._layer = module, module.self_attn, layer
+        self._shapes = tuple((count, heads[2]) for count in (heads[0], heads[1], heads[1]))
+        self._dtype, self._isa = qkv.dtype, qkv.isa
+        self._options: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = False,
+        position_embeddings: Any = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
+        x, angles = hidden_states, position_embeddings
+        if past_key_values is not None or angles is None or x.dtype != self._dtype or len(x) != 1:
+            given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
+            own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
+            return own
+        threads = torch.get_num_threads()
+        rows = array(x[0].contiguous())
+        q, k, v = (torch.empty(len(rows), *shape, dtype=self._dtype) for shape in self._shapes)
+        cos, sin = (array(each[0].contiguous()) for each in angles)
+        self._layer.before(rows, cos, sin, array(q), array(k), array(v), self._isa, threads)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        o = attend(self._attention, q, k, v, attention_mask, **(self._options | more))[0]
+        out = torch.empty(rows.shape, dtype=self._dtype)
+        self._layer.after(rows, array(o[0].flatten(1).contiguous()), array(out), self._isa, threads)
+        return out[None]
+
+    @torch.inference_mode()
+    def is_proven(self) -> bool:
+        """Return whether a trial gives the bits of the layer's own code: its q, k, v and its output."""
+        generator = torch.Generator().manual_seed(0)
+        width = len(self._module.input_layernorm.weight)
+        hidden = torch.randn(1, PROOF_ROWS, width, generator=generator).to(self._dtype)
+        angles = torch.randn(2, 1, PROOF_ROWS, self._shapes[0][1], generator=generator).to(self._dtype).unbind()
+        arguments: dict[str, Any] = {"position_ids": torch.arange(PROOF_ROWS)[None], "position_embeddings": angles}
+        try:
+            wanted, call = _tried(lambda: type(self._module).forward(self._module, hidden, **arguments))
+            self._options = {name: value for name, value in call.options.items() if name not in arguments}
+            found, same = _tried(lambda: self(hidden, **arguments))
+        except Exception as error:  # the layer takes other arguments, or its attention is of another kind
+            logger.info("%s is left as it is: %s", type(self._module).__name__, error)
+            return False
+        pairs = zip((found, *same.tensors), (wanted, *call.tensors), strict=True)
+        return all(each.shape == own.shape and torch.equal(each, own) for each, own in pairs)
+
+
+def _tried(run: Any) -> tuple[torch.Tensor, Call]:
+    """Return the result of ``run``, a layer's forward, and its only attention call."""
+    calls: list[Call] = []
+
+    def answer(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+        calls.append(Call((query, key, value), {name: each for name, each in options.items() if name != "calls"}))
+        return Recorder.answer(module, query, key, value, **options)
+
+    result = ModelGreenlet(run, answer).switch()
+    (call,) = calls
+    return (result[0] if isinstance(result, tuple) else result), call
