@@ -63,7 +63,8 @@ void multiply_normed(const IntegerWeights& weights, const LayerNorm& norm, const
     const std::size_t width = weights.width();
     const auto read = [&](std::size_t row, float* y) {
         T* own = own_row<T>(width);
-        run_norm(kernels, RmsNorm<T>{start(row), norm.weight.data(), own, 1, width, norm.eps, norm.round_first}, 0);
+        run_norm(kernels, RmsNorm<T>{start(row), nullptr, norm.weight.data(), own, nullptr, 1, width, norm.eps, norm.round_first},
+                 0);
         const SourceRows<T> source{own, nullptr, width, 0, width, weights.block(), Activation::none};
         return rotate(*runner.kernels, source, 0, y);
     };
@@ -77,7 +78,8 @@ void finish_heads(const T* x, const LayerNorm& norm, Rotation<T> job, std::size_
     const std::size_t width = job.heads * job.dim;
     if (!norm.weight.empty()) {
         T* own = own_row<T>(width);
-        const RmsNorm<T> normed{x, norm.weight.data(), own, job.heads, job.dim, norm.eps, norm.round_first};
+        const RmsNorm<T> normed{x,         nullptr, norm.weight.data(), own, nullptr, job.heads, job.dim,
+                                norm.eps, norm.round_first};
         for (std::size_t head = 0; head < job.heads; ++head) run_norm(kernels, normed, head);
         x = own;
     }
