@@ -56,7 +56,7 @@ pytest: $(STAMP)
 	$(BIN)/pytest -q -n $(WORKERS) --max-worker-restart 0
 
 # All that is drawn at random, and tests marked thorough; `make test` looks at an eighth of the properties' examples, and
-# a sixteenth of the traces.
+# one in 64 of the traces.
 test-all: export FASTDECODE_TEST_ALL = 1
 test-all: test
 
@@ -109,6 +109,7 @@ LITTLE_OPTIMIZATION := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
 # against it bit for bit.
 emulated: $(STAMP)
 	$(call build,out/emulated,-DFASTDECODE_EMULATION=ON -DFASTDECODE_KERNEL_OPTIMIZATION=-Og \
+	  '-DFASTDECODE_KERNELS=scalar;avx512;avx512_vnni;avx512_bf16;avx512_amx' \
 	  $(LITTLE_OPTIMIZATION) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir),_rworker)
 	RWORKER_EXTENSION=$$(ls $$PWD/out/emulated/rworker_cpp/_rworker.*.so) $(BIN)/pytest -q tests/rworker

@@ -69,7 +69,7 @@ def generated(llm: LLM, first: int = 0) -> list[list[int]]:
         pytest.param("falcon_h1", 2, 32, marks=pytest.mark.thorough),  # so below, with drafts
         ("lfm2", 2, 256),
         pytest.param("jamba", 2, 32, marks=pytest.mark.thorough),
-        ("minimax", 3, 16),
+        pytest.param("minimax", 3, 16, marks=pytest.mark.thorough),
         ("recurrent_gemma", 2, 32),
         ("mamba2", 2, 32),
     ],

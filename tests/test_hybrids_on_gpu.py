@@ -44,9 +44,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokeniz
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [each if each in EVERY_TIME else pytest.param(each, marks=pytest.mark.thorough) for each in HYBRIDS]
-)
-@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
+    ("captured", "model_type"),
+    [
+        pytest.param(
+            captured, each, marks=[pytest.mark.thorough] * (each not in (EVERY_TIME if captured else EVERY_TIME[:1])),
+            id=f"{'graphs' if captured else 'eager'}-{each}",
+        )
+        for captured in (True, False)
+        for each in HYBRIDS
+    ],
+)  # fmt: skip
 def test_tokens_are_those_of_generate(
     model_type: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

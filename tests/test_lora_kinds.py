@@ -88,8 +88,19 @@ def merged(base: Path, adapter: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        pytest.param(
+            kind,
+            tied,
+            marks=[pytest.mark.thorough] * (tied == (number % 2 > 0 and "tied" not in kind)),
+            id=f"{kind}-{tied}",
+        )
+        for number, kind in enumerate(KINDS)
+        for tied in (False, True)
+    ],
+)
 def test_logits_are_those_of_the_unmerged_model(kind: str, tied: bool, bases: dict[bool, Path], tmp_path: Path) -> None:
     adapter = adapt(bases[tied], tmp_path, KINDS[kind])
     base = AutoModelForCausalLM.from_pretrained(bases[tied], dtype=torch.float32)

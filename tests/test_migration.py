@@ -196,7 +196,7 @@ def test_a_slow_r_worker_gives_up_what_it_cannot_keep_up_with() -> None:
     assert run.num_moves < 7
 
 
-@pytest.mark.parametrize("schedule", ["sls", "fcfs"])
+@pytest.mark.parametrize("schedule", ["sls", pytest.param("fcfs", marks=pytest.mark.thorough)])
 def test_real_caches_move_and_the_tokens_stay(tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of three R-workers is given a fifth of the others' speed."""
     observe, done, moves = Scheduler.observe, Transfers.done, []

@@ -42,7 +42,7 @@ def run(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
         "lfm2",
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("falcon_h1", marks=pytest.mark.slow),
-        pytest.param("mamba2", marks=pytest.mark.slow),
+        pytest.param("mamba2", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_second_turns_go_on_from_the_last_token_of_the_first(model_type: str, chats: Any, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[Any, str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_an_r_worker_is_killed_while_states_come_from_its_disk(
     replicas: int, chats: Any, pair: list[tuple[Any, str]]
 ) -> None:

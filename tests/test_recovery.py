@@ -64,7 +64,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", thinned(SETTINGS, 2), ids=str)
+@pytest.mark.parametrize("settings", thinned(SETTINGS, 3), ids=str)
 def test_every_sequence_gets_the_tokens_it_would_have_had(folder: Path, settings: dict[str, Any]) -> None:
     """One of the three R-workers of 16 sequences is killed in their prompts, early, or late.
 

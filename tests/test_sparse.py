@@ -49,7 +49,15 @@ KINDS = {
 """For each layer, how many tokens it picks, and the layer whose picks it attends."""
 
 
-NAMES = ["deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "deepseek_v32")]
+NAMES = [
+    "deepseek_v32",
+    *(
+        pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.thorough] * (name == "glm_moe_dsa")])
+        for name in CONFIGS
+        if name != "deepseek_v32"
+    ),
+]
+"""In ``make test``, glm_moe_dsa runs in the harder tests below."""
 MORE = [
     pytest.param(name, marks=pytest.mark.slow if name == "glm_moe_dsa" else pytest.mark.thorough) for name in CONFIGS
 ]

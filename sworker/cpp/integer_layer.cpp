@@ -63,8 +63,9 @@ void multiply_normed(const IntegerWeights& weights, const LayerNorm& norm, const
     const std::size_t width = weights.width();
     const auto read = [&](std::size_t row, float* y) {
         T* own = own_row<T>(width);
-        run_norm(kernels, RmsNorm<T>{start(row), nullptr, norm.weight.data(), own, nullptr, 1, width, norm.eps, norm.round_first},
-                 0);
+        const RmsNorm<T> normed{start(row), nullptr,  norm.weight.data(), own, nullptr, 1,
+                                width,      norm.eps, norm.round_first};
+        run_norm(kernels, normed, 0);
         const SourceRows<T> source{own, nullptr, width, 0, width, weights.block(), Activation::none};
         return rotate(*runner.kernels, source, 0, y);
     };
