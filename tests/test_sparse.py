@@ -57,7 +57,7 @@ NAMES = [
         if name != "deepseek_v32"
     ),
 ]
-"""In ``make test``, glm_moe_dsa runs in the harder tests below."""
+"""Models to compare; ``make test`` leaves glm_moe_dsa to the harder tests below."""
 MORE = [
     pytest.param(name, marks=pytest.mark.slow if name == "glm_moe_dsa" else pytest.mark.thorough) for name in CONFIGS
 ]

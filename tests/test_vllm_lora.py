@@ -87,7 +87,7 @@ def test_two_ranks_share_a_model_with_an_adapter(zoo: Zoo, tmp_path: Path) -> No
 def test_packed_weights_have_an_adapter_as_in_vllm(
     kind: str, packed: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, all that 4 bits run in, the two attentions round otherwise."""
+    """vLLM runs 4-bit weights in bfloat16 only, where the two attentions round otherwise."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     folder, adapter = (

@@ -46,10 +46,6 @@ class LayersInTwoCalls:
                 self._replaced.append(module)
         logger.info("%d decoder layers in two calls", len(self._replaced))
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._replaced)
-
     def undo(self) -> None:
         for module in self._replaced:
             del module.__dict__["forward"]
