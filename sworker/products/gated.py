@@ -27,26 +27,20 @@ class GatedLayers:
     def __init__(self, model: torch.nn.Module, linears: IntegerLinears) -> None:
         """Replace the ``forward`` of each gated layer for which a trial shows that the two calls give the same rows."""
         self._linears = linears
-        self._replaced: list[torch.nn.Module] = []
+        self._replaced: dict[torch.nn.Module, str] = {}  # the kernels' name of each module's activation
         self._forms: dict[tuple[object, ...], str | None] = {}
-        self._activations: dict[int, str] = {}
         for module in model.modules():
             self._replace(module)
         logger.info("%d gated layers in two calls", len(self._replaced))
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._replaced)
-
     def activation_of(self, module: torch.nn.Module) -> str | None:
         """Return the kernels' name of the activation of ``module``; None if its ``forward`` was not replaced."""
-        return self._activations.get(id(module))
+        return self._replaced.get(module)
 
     def undo(self) -> None:
         for module in self._replaced:
             del module.__dict__["forward"]
         self._replaced.clear()
-        self._activations.clear()
 
     def _replace(self, module: torch.nn.Module) -> None:
         found = self._products_of(module)
@@ -60,8 +54,7 @@ class GatedLayers:
         activation = self._forms[key]
         if activation is not None:
             module.__dict__["forward"] = _forward(first, second, activation)
-            self._replaced.append(module)
-            self._activations[id(module)] = activation
+            self._replaced[module] = activation
 
     def _products_of(self, module: torch.nn.Module) -> tuple[IntegerProduct, IntegerProduct] | None:
         """Return (the product that gate and up share, the product of down); None if the module has no such products.
