@@ -29,7 +29,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 259,
     "lines that serving imports": 40_030,  # sockets that their context keeps alive, and peers that end a wait
-    "lines of the product": 70_330,
+    "lines of the product": 70_390,  # attention in arrays, for layers in two calls
     "files over 300 lines": 0,
     "functions over 51 lines": 0,
     "methods of the largest class": 25,

@@ -18,6 +18,7 @@ from fastdecode.sworker import SModel
 from fastdecode.sworker.model.recorder import Recorder
 from fastdecode.sworker.products.layers import LayerInTwoCalls
 from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import to_numpy
 
 
 def loaded(name: str, root: Path, **settings: Any) -> SModel:
@@ -133,3 +134,38 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         one.after(x, x[:, :16].copy(), x.copy(), isa, 1)
     with pytest.raises(ValueError, match="x must be"):
         one.before(x[:, :16].copy(), angles, angles, q, k, k, isa, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_in_arrays_gives_the_bits_of_attention_in_tensors(dtype: str, tmp_path: Path) -> None:
+    """The greenlet takes arrays or not; two forwards in turns keep their q, k and v apart."""
+    model = loaded("llama-gqa", tmp_path, dtype=dtype)
+    counts = (3, 5)
+    wanted = [forward_of(model, count) for count in counts]
+    sent: list[list[np.ndarray]] = [[], []]
+
+    def forward(turn: int) -> ModelGreenlet:
+        def attend_rows(*qkv: np.ndarray) -> np.ndarray:
+            greenlets[turn].parent.switch()
+            sent[turn].extend(each.copy() for each in qkv)
+            return qkv[2].repeat(qkv[0].shape[1] // qkv[2].shape[1], axis=1)
+
+        ids = torch.arange(counts[turn]) * 31 % model.vocab_size
+        run = partial(model.code.logits, ids[None], torch.arange(counts[turn])[None] * 3)
+        return ModelGreenlet(run, refuse, attend_rows)
+
+    greenlets = [forward(0), forward(1)]
+    with torch.inference_mode():
+        results: list[Any] = [None, None]
+        while not all(each.dead for each in greenlets):
+            results = [each.switch() if not each.dead else old for each, old in zip(greenlets, results, strict=True)]
+    for turn, (logits, *tensors) in enumerate(wanted):
+        assert torch.equal(results[turn], logits)
+        assert len(sent[turn]) == len(tensors)
+        for found, own in zip(sent[turn], tensors, strict=True):
+            assert np.array_equal(found, to_numpy(own[0].transpose(0, 1)))
+
+
+def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise AssertionError("a layer in two calls passed tensors although arrays were asked for")
