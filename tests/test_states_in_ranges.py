@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from helpers import r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
-from helpers.tiny_hybrids import random_prompts, save_with_texts
+from helpers.tiny_hybrids import random_prompts, saver
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.api.config import EngineConfig
@@ -35,14 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, d
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that saves a tiny model of a type, with what transformers generates by it."""
-    root = tmp_path_factory.mktemp("hybrids")
-
-    @cache
-    def save(model_type: str) -> tuple[Path, list[list[int]]]:
-        folder = root / model_type
-        return folder, save_with_texts(folder, model_type, PROMPTS, NUM_TOKENS, max_position_embeddings=2048)
-
-    return save
+    return saver(tmp_path_factory.mktemp("hybrids"), PROMPTS, NUM_TOKENS, max_position_embeddings=2048)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
