@@ -181,7 +181,7 @@ class RandomAudit(Audit):
         return self._referee.attend(row, rows, self._referee.mode(row.question.layer))
 
     def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> list[Verdict]:
-        """Return the verdicts if ``row``'s answer ``given`` differs from attention over its keys and values ``rows``."""
+        """Return the verdicts where the answer ``given`` differs from attention over the keys and values ``rows``."""
         first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
             if self._referee.meets_nan(row, rows, self._referee.mode(row.question.layer)):

@@ -57,7 +57,7 @@ class Referee:
             cache.end_step()
 
     def meets_nan(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
-        """Return whether attention over all keys and values ``rows`` gives NaN. Then no answer for ``row`` can be judged.
+        """Return whether attention over all keys and values ``rows`` gives NaN: then nobody can judge ``row``'s answer.
 
         If the model overflows at a later token of a span, earlier rows of the span may become NaN too: an R-worker
         multiplies the later token's value, NaN, by the weight 0. A row that is attended alone skips later tokens.
