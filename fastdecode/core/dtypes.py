@@ -51,7 +51,7 @@ def key_bytes(dim: int, kv_dtype: str) -> int:
 def has_nan(data: np.ndarray, dtype: str) -> bool:
     """Return whether ``data``, uint8 [num_bytes], holds a NaN among its floats of ``dtype``."""
     infinity, sign = {"float32": (0x7F800000, 31), "float16": (0x7C00, 15), "bfloat16": (0x7F80, 15)}[dtype]
-    bits = data.view(np.uint32 if dtype == "float32" else np.uint16)
+    bits: np.ndarray = data.view(np.uint32) if dtype == "float32" else data.view(np.uint16)
     return bool(((bits & ((1 << sign) - 1)) > infinity).any())
 
 
