@@ -134,7 +134,6 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
-        settings["kv_replicas"] = 1 if has_ranges else settings["kv_replicas"]
     settings = _exact(settings | _draw_integers(seed, kind), architecture)
     if not (hybrid and has_ranges):
         settings |= draw_parking(seed, kind, settings, bool(hybrid))
