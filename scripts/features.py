@@ -199,7 +199,7 @@ def _of_states() -> str:
         )
         if _refusal(settings, layout, on_gpu)
     ]
-    others = (SETTINGS[name] for name in ("two copies", "ranks", "parked prefixes", "prefill workers"))
+    others = (SETTINGS[name] for name in ("ranks", "parked prefixes", "prefill workers"))
     not_in_ranges = [_refusal(each | SETTINGS["ranges"]) for each in (*others, kept | {"state_on": "r"})]
     settings = [
         f"{name}: {_between(text, ', and ', ';')}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -77,6 +78,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         for path in sorted(TESTS.rglob("test_*.py"))[int(told["workerid"][2:]) :: told["workercount"]]:
             with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting the module reports the error
                 importlib.import_module(".".join(path.relative_to(TESTS).with_suffix("").parts))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching all modules and tests: nothing will free them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

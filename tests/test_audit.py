@@ -109,6 +109,20 @@ def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: 
         assert_nothing_held(llm.engine)
 
 
+@pytest.mark.parametrize("settings", [{"r_workers": "inproc:1"}, COPIES, {"dtype": "float16"}])
+def test_no_alarm_where_the_model_gives_nan(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt's rows before the NaN may be NaN too, where a row that is attended alone is finite."""
+    model = model_zoo.build_model(NAME)
+    model.model.embed_tokens.weight.data[99] = float("nan")
+    model.save_pretrained(tmp_path)
+    prompts = [[*range(1, 40), 99, *range(40, 60)], list(range(1, 30))]
+    with make_llm(tmp_path, **settings) as llm:
+        failed, other = (each.outputs[0] for each in llm.generate(cast(Any, prompts), GREEDY, use_tqdm=False))
+        assert (failed.stop_reason, other.finish_reason) == ("the model gave no finite logits", "length")
+        changes = changes_of(llm)
+        assert changes.audited > 60 and (changes.faulty, changes.undecided) == ((), 0)
+
+
 ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma2": (model_zoo, {}),
     "mistral": (model_zoo, {}),

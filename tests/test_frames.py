@@ -383,11 +383,11 @@ def test_a_lying_question_about_attention_is_refused(numbers: Any, layers: tuple
         weighing.decode_numbers(weighing.HEAD.pack(*numbers) + np.array(layers, "<i8").tobytes(), LAYOUT)
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.6], [-0.1, 0.2], [np.nan, 0.1], [np.inf, 0.0]])
+@pytest.mark.parametrize("weights", [[0.5, 0.6], [-0.1, 0.2], [np.inf, 0.0]])
 def test_shares_that_are_none_are_refused(weights: list[float]) -> None:
     with pytest.raises(FrameError, match="at most 1 together"):
         weighing.checked_answer(np.array(weights, np.float32), weighing_of())
-    with pytest.raises(FrameError, match="a max is NaN or infinite, or a sum"):
+    with pytest.raises(FrameError, match="a sum is negative"):
         weighing.checked_answer(np.full((1, 8, 2), -1, np.float32), replace(weighing_of(), finds_norms=True))
 
 

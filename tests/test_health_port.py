@@ -1,4 +1,4 @@
-"""An R-worker's health port: what it says, and that no client of it can disturb the R-worker."""
+"""Tests an R-worker's health port: its answers, and that no client of the port disturbs the R-worker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def metrics(place: Place) -> dict[str, float]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[tuple[subprocess.Popen[str], str, Place]]:
-    """Yield an R-worker, its address, and that of its health port."""
+    """Yield an R-worker, its address, and the address of its health port."""
     with r_workers.listening("--health-listen", "127.0.0.1:0") as (process, address):
         yield process, address, place_told(process)
 
@@ -170,7 +170,7 @@ def test_malformed_requests_harm_only_themselves(sent: bytes, port: HealthPort) 
 
 
 def test_clients_that_say_nothing_are_sent_away(port: HealthPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such clients take all connections, and one of them sends a byte now and then."""
+    """Slow clients take all connections; one of them sends a byte now and then."""
     monkeypatch.setattr("fastdecode.cluster.r_worker.health.CLIENT_SECONDS", 0.5)
     place = place_of(port)
     with contextlib.ExitStack() as stack:
@@ -211,7 +211,7 @@ def test_a_port_that_cannot_be_used_is_reported(capfd: pytest.CaptureFixture[str
 
 
 def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise all containers of a host would pin their threads to its first cores."""
+    """Containers that pinned their threads would all pin them to the host's first cores."""
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:

@@ -16,6 +16,8 @@ from helpers.modules import modules, reached, sources, trees
 
 from fastdecode.core.optional import PARTS, optional
 
+ROOT = Path(__file__).parent.parent
+
 ROOMS_OF_CLUSTER = ("wire", "links", "r_worker", "pool", "prefill", "ray")
 """Packages of ``cluster`` in order: each imports only those before it and itself."""
 
@@ -27,14 +29,15 @@ MOST_LINES_OF_A_FUNCTION = 51
 
 CEILINGS = {
     "import circles": 0,
-    "modules that serving imports": 259,
-    "lines that serving imports": 40_030,  # sockets that their context keeps alive, and peers that end a wait
+    "modules that serving imports": 258,
+    "lines that serving imports": 39_922,
     "lines of the product": 70_330,
     "files over 300 lines": 0,
+    "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 599,
-    "docstrings that are fragments": 18,
+    "docstrings that are fragments": 13,
 }
 
 FRAGMENT = re.compile(
@@ -57,6 +60,15 @@ def circles() -> set[frozenset[str]]:
 def serving(optional: bool = True) -> set[str]:
     """Return the modules that a process that serves can import. ``optional``: also optional ones."""
     return set(SERVING).union(*(reached(optional)[name] for name in SERVING))
+
+
+def lengths_beside() -> list[int]:
+    """Return the number of lines of each C++ file, and of each Python file beside product and tests."""
+    patterns = [f"{folder}/**/*.[ch]pp" for folder in ("rworker_cpp", "sworker/cpp")]
+    patterns += [f"{folder}/**/*.py" for folder in ("fuzz", "scripts", "benchmarks", "examples")]
+    found = [path.read_text(encoding="utf-8").count("\n") for pattern in patterns for path in ROOT.glob(pattern)]
+    assert len(found) > 200
+    return found
 
 
 @cache
@@ -91,6 +103,7 @@ def measured() -> dict[str, int]:
         "lines that serving imports": sum(lengths[name] for name in served),
         "lines of the product": sum(lengths.values()),
         "files over 300 lines": sum(length > MOST_LINES_OF_A_FILE for length in lengths.values()),
+        "files over 300 lines beside the product": sum(length > MOST_LINES_OF_A_FILE for length in lengths_beside()),
         "functions over 51 lines": sum(span > MOST_LINES_OF_A_FUNCTION for span in spans),
         "methods of the largest class": max(methods(node) for node in definitions() if isinstance(node, ast.ClassDef)),
         "module constants": sum(is_constant(node) for tree in trees().values() for node in tree.body),

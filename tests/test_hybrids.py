@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from helpers import model_zoo, r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
 from helpers.prefill_workers import AnyParts
-from helpers.tiny_hybrids import random_prompts, save_with_texts
+from helpers.tiny_hybrids import random_prompts, saver
 from transformers import AutoConfig
 
 from fastdecode import LLM, SamplingParams
@@ -40,14 +39,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that saves a tiny model of a type, with what transformers generates by it."""
-    root = tmp_path_factory.mktemp("hybrids")
-
-    @cache
-    def save(model_type: str) -> tuple[Path, list[list[int]]]:
-        folder = root / model_type
-        return folder, save_with_texts(folder, model_type, prompts(), NUM_TOKENS)
-
-    return save
+    return saver(tmp_path_factory.mktemp("hybrids"), prompts(), NUM_TOKENS)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

@@ -70,7 +70,7 @@ def test_a_model_cannot_do_what_one_of_its_layers_cannot() -> None:
     dense, states = (KVLayout(layers, "float32", "float32") for layers in ((SAMPLES["dense"],), (WINDOW,)))
     assert dense.cannot("ranges") is None and dense.rewinds(100)
     assert states.cannot("ranges") is None
-    assert "this model keeps a state" in (states.cannot("states in ranges, copies") or "")
+    assert "this model keeps a state" in (states.cannot("states in ranges, parking") or "")
     assert "no layer of this model is recurrent" in (dense.cannot("states") or "")
     assert "no layer of this model attends" in (states.cannot("states here") or "")
     assert [states.keeping(3).rewinds(rows) for rows in (3, 4)] == [True, False]

@@ -31,10 +31,13 @@ FASTDECODE = str(Path(sys.executable).with_name("fastdecode"))
 API_KEY = "an-api-key"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 SMALL = {
-    "s-worker": ["--device=cpu", "--max-model-len=256", "--s-threads=1", "--max-num-seqs=8"],
+    "s-worker": ["--device=cpu", "--max-model-len=256", "--s-threads=1", "--max-num-seqs=8", "--silence-seconds=60"],
     "r-worker": ["--kv-cache-memory=64MiB", "--threads=1"],
 }
-"""Flags that make each component small, and override all others."""
+"""Flags that make each component small, and override all others.
+
+A busy machine may keep an R-worker from its heartbeats for seconds; a killed one is noticed by its closed connection.
+"""
 
 
 @dataclass

@@ -143,6 +143,10 @@ def test_routes_are_those_of_a_recount() -> None:
                 own = [row for row in rows if row.chunk.worker == worker and row.chunk.attends]
                 assert listed(route.o_rows) == [row.attending for row in own if not row.chunk.base]
                 assert is_empty(route) == (not queries(rows, worker) + stored(rows, worker))
+            for worker, route in enumerate(routes.recurrent() if routes.recurrent else ()):
+                own = [row.attending for row in rows if row.chunk.worker == worker and row.chunk.attends]
+                assert listed(route.q_rows) == listed(route.o_rows) == own
+                assert listed(route.kv_rows) == stored(rows, worker)
             assert_merged(routes, rows)
             num_copied_tails += sum(row.chunk.base > 0 <= row.chunk.copy for row in rows)
     assert num_copied_tails > 100

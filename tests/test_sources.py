@@ -193,6 +193,21 @@ def test_an_r_worker_may_be_lost_while_it_is_asked(llama: tuple[Any, Path]) -> N
         assert_equal(model, output, [0, 1, 2])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"kv_shard_tokens": 512, "max_model_len": 1024}])
+def test_no_r_worker_is_lost_where_the_model_gives_nan(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A request that the model fails gets an error; the others get their sources."""
+    model = model_zoo.build_model("llama-gqa", max_position_embeddings=1024)
+    model.model.embed_tokens.weight.data[99] = float("nan")
+    model.save_pretrained(tmp_path)
+    sound = [each % 90 + 1 for each in range(540 if settings else 40)]
+    with LLM(str(tmp_path), **TINY, **settings, r_workers="spawn:2") as llm:
+        failed, other = (each.outputs[0] for each in run(llm, [[*sound[:-5], 99, 5], sound], ALL, ALL))
+        assert (failed.stop_reason, other.finish_reason) == ("the model gave no finite logits", "length")
+        assert llm.engine.membership.changes.lost == 0
+        assert all(other.attention_sources) and len(other.attention_sources) == PLAIN.max_tokens
+
+
 def test_what_cannot_be_told_is_refused(llama: tuple[Any, Path]) -> None:
     _, folder = llama
     with LLM(str(folder), **TINY, max_model_len=256) as llm, pytest.raises(RequestError, match="from 0 to 2, got 3"):

@@ -123,7 +123,7 @@ def test_a_standby_takes_over(tmp_path: Path, way: str, place: str) -> None:
     A stopped server that wakes up ends by name. The journal is in a folder of both, or on R-workers without any folder.
     R-workers refuse nobody, and say once who is the standby.
     """
-    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 400, "temperature": 1, "seed": 3, "logprobs": 1}
+    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 240, "temperature": 1, "seed": 3, "logprobs": 1}
     with ExitStack() as stack:
         started = [stack.enter_context(r_workers.listening()) for _ in range(2)]
         addresses = ",".join(address for _, address in started)

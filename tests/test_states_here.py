@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from helpers import r_workers
 from helpers.drafting import Clairvoyant, always_draft
 from helpers.engine_checks import assert_nothing_held
-from helpers.tiny_hybrids import random_prompts, save_with_texts
+from helpers.tiny_hybrids import random_prompts, saver
 from msgspec import structs
 
 from fastdecode import LLM, SamplingParams
@@ -50,13 +49,7 @@ LAYOUT = KVLayout(
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that saves a tiny model of a type, with what transformers generates by it."""
-    root = tmp_path_factory.mktemp("hybrids")
-
-    @cache
-    def save(model_type: str) -> tuple[Path, list[list[int]]]:
-        return root / model_type, save_with_texts(root / model_type, model_type, PROMPTS, NUM_TOKENS)
-
-    return save
+    return saver(tmp_path_factory.mktemp("hybrids"), PROMPTS, NUM_TOKENS)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

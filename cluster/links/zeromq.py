@@ -41,7 +41,7 @@ log = logging.getLogger("fastdecode.r_worker")
 
 
 class ZmqChannel(ZmqSocket):
-    """The ``Channel`` of the side that connects, usually an S-worker, to a listener at ``address`` ("host:port").
+    """Connects one side, usually an S-worker, to the listener at ``address`` ("host:port").
 
     ``diagnose`` is called while no handshake succeeds. It returns why no handshake succeeds, or "" if unknown.
     """
@@ -57,7 +57,7 @@ class ZmqChannel(ZmqSocket):
     ) -> None:
         """``role``: this side's role.
 
-        This side ends the connection after ``silence_seconds`` without a sign of life; the other side after
+        This side ends the connection after ``silence_seconds`` without a heartbeat. The other side ends it after
         ``patience_seconds``. The connection fails if no handshake succeeds within ``meeting_seconds``.
         """
         super().__init__(zmq.DEALER, FRAME_LIMIT, 0)
@@ -131,9 +131,9 @@ class ZmqChannel(ZmqSocket):
 
 
 class ZmqListener(ZmqSocket):
-    """A listening socket. An R-worker serves S-workers at it, one at a time; an S-worker receives JOINs of R-workers.
+    """Listens for peers. An R-worker serves one S-worker at a time; an S-worker receives JOINs of R-workers.
 
-    It answers heartbeats. Each heartbeat names a timeout; if nothing follows within that timeout, the connection ends.
+    The listener answers heartbeats. A connection ends if its peer is silent for the timeout that heartbeats name.
     While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
     """
 
@@ -184,8 +184,8 @@ class ZmqListener(ZmqSocket):
     def send_to(self, identity: bytes, parts: Sequence[Any], waits: bool) -> None:
         """Send one message to the peer with ``identity``. Raise ConnectionError if the peer is gone.
 
-        If the queue to the peer is full: with ``waits``, wait for space, and raise ConnectionError if the queue stays
-        full; without ``waits``, drop the message.
+        ``waits``: wait for space in a full queue to the peer, and raise ConnectionError if the queue stays full.
+        Otherwise a full queue drops the message.
         """
         try:
             self.send_message([identity, *parts], 0 if waits else zmq.NOBLOCK)

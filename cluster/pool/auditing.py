@@ -173,19 +173,22 @@ class RandomAudit(Audit):
         if other is None:
             if not len(own.found) or np.array_equal(row.given, self._attend_alone(row, own.found)):
                 return []
-            return [self._judge_alone(row, row.given, own.found)]
+            return self._judge_alone(row, row.given, own.found)
         return [] if np.array_equal(row.given, other.found) else self._judge(row, row.given, other.found)
 
     def _attend_alone(self, row: AuditedRow, rows: np.ndarray) -> np.ndarray:
         """Return this host's answer for ``row``, over the keys and values that the row's R-worker returned."""
         return self._referee.attend(row, rows, self._referee.mode(row.question.layer))
 
-    def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> Verdict:
-        """Return the verdict if ``row``'s answer ``given`` differs from attention over its keys and values ``rows``."""
+    def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> list[Verdict]:
+        """Return the verdicts where the answer ``given`` differs from attention over the keys and values ``rows``."""
         first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
-            return Verdict(row.worker, f"its attention in layer {row.question.layer} differs from what its rows give")
-        return Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")
+            if self._referee.meets_nan(row, rows, self._referee.mode(row.question.layer)):
+                return []
+            reason = f"its attention in layer {row.question.layer} differs from what its rows give"
+            return [Verdict(row.worker, reason)]
+        return [Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")]
 
     def _judge(self, row: AuditedRow, given: np.ndarray, checked: np.ndarray) -> list[Verdict]:
         """Return the verdicts on ``row``: its R-worker answered ``given``, the second copy's R-worker ``checked``."""
@@ -195,6 +198,8 @@ class RandomAudit(Audit):
         layer = row.question.layer
         if not np.array_equal(own, other):
             return [Verdict(-1, f"a sequence's copies differ in layer {layer}, and no checksum tells which is wrong")]
+        if self._referee.meets_nan(row, own):
+            return []
         third = self._referee.attend(row, own)
         right = [np.array_equal(third, each) for each in (given, checked)]
         if right[0] == right[1]:

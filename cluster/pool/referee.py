@@ -10,6 +10,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool.audited_rows import AuditedRow
 from fastdecode.cluster.r_worker.host import begin_step, block_bytes, make_layer_cache
 from fastdecode.core.auditing import AuditMode
+from fastdecode.core.dtypes import has_nan
 from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
@@ -54,6 +55,17 @@ class Referee:
             release = np.array([(Verb.RELEASE, 0, 0, 0)], CONTROL)
             begin_step(cache, WorkerPlan(release, ()))
             cache.end_step()
+
+    def meets_nan(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
+        """Return whether attention over all keys and values ``rows`` gives NaN: then nobody can judge ``row``'s answer.
+
+        If the model overflows at a later token of a span, earlier rows of the span may become NaN too: an R-worker
+        multiplies the later token's value, NaN, by the weight 0. A row that is attended alone skips later tokens.
+        """
+        asked = row.question
+        last = replace(row, question=replace(asked, position=max(asked.position, asked.num_tokens - 1)))
+        dtype = self._layout.model_dtype if asked.mode is AuditMode.ATTEND else "float32"
+        return has_nan(self.attend(last, rows, mode), dtype)
 
     def close(self) -> None:
         """Free the caches; may be called twice."""

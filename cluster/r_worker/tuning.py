@@ -43,8 +43,8 @@ class Tuning:
 def tuning() -> Tuning:
     """Return this machine's tuning: FASTDECODE_ISA and FASTDECODE_READ_AHEAD if set, else the fastest.
 
-    It is measured once per processor and kept in the user's cache folder. Raise ConfigError for a setting that this
-    machine does not support.
+    The fastest choices are measured once per processor and kept in the user's cache folder. Raise ConfigError for a
+    setting that this machine does not support.
     """
     isa, read_ahead = forced_isa(), forced_read_ahead()
     if "auto" not in (isa, read_ahead):
@@ -98,10 +98,10 @@ def fastest_isa() -> str:
 
 
 def fastest_read_ahead() -> str:
-    """Measure which of ``READ_AHEAD``, the ways to prefetch cached tokens, is fastest on this machine; return it.
+    """Return the fastest way on this machine to prefetch cached tokens, one of ``READ_AHEAD``.
 
-    Processors differ. "run", one ascending run, starts the prefetchers of some; others have more buffers for "run-l2",
-    or read eight memory pages at a time ("pages") fastest. Attention is up to half faster with the right one.
+    Some processors start their prefetchers for one ascending run ("run"). Others have more buffers for "run-l2", or
+    read eight memory pages at a time ("pages") fastest. The right way makes attention up to half faster.
     """
     trials = {way: _Trial("auto", way, SEQUENCES, KV_HEADS) for way in READ_AHEAD}
     seconds = {way: min(times) for way, times in zip(trials, _in_turns(trials.values()), strict=True)}

@@ -44,14 +44,12 @@ def plan_mini_batch(
             Route(_joined(rows, route.q_rows), route.kv_rows, route.o_rows, num_partials[worker])
             for worker, (rows, route) in enumerate(zip(closed.rows, routes, strict=True))
         ]
+    copied = None
     if (chunks["copy"] >= 0).any():
         copied = _appends_by_worker(chunks, own, num_workers)
         spans = [np.concatenate(both) for both in zip(spans, copied.spans, strict=True)]
-        routes = [
-            Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
-            for rows, route in zip(copied.rows, routes, strict=True)
-        ]
-    recurrent = partial(_own_routes, chunks, bounds, False) if has_tails else None
+        routes = _with_copies(routes, copied)
+    recurrent = partial(_recurrent_routes, chunks, bounds, copied) if has_tails else None
     return tuple(spans), MiniBatchRoutes(tuple(routes), merge, recurrent)
 
 
@@ -117,6 +115,20 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
         Route(slice(*q_rows), slice(*kv_rows), slice(q_rows[0], q_rows[0] + count))
         for q_rows, kv_rows, count in zip(q, kv, num_outputs, strict=True)
     ]
+
+
+def _with_copies(routes: list[Route], copied: _ByWorker) -> list[Route]:
+    """Return ``routes`` with the rows of k and v that each R-worker stores for its second copies."""
+    return [
+        Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
+        for rows, route in zip(copied.rows, routes, strict=True)
+    ]
+
+
+def _recurrent_routes(chunks: np.ndarray, bounds: np.ndarray, copied: _ByWorker | None) -> list[Route]:
+    """Return the routes of recurrent layers: no rows for READ spans, and rows of o for PARTIAL spans."""
+    routes = _own_routes(chunks, bounds, has_tails=False)
+    return _with_copies(routes, copied) if copied else routes
 
 
 def _own_route(q_rows: tuple[int, int], kv_rows: tuple[int, int]) -> Route:

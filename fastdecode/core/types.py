@@ -148,7 +148,7 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 class MiniBatchRoutes:
     """The routes of one mini-batch: a Route per R-worker, and the merging of partial results.
     ``recurrent``: computes the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for
-    PARTIAL spans, instead of partial results. Second copies have no rows in these routes.
+    PARTIAL spans, instead of partial results.
     """
 
     workers: tuple[Route, ...]

@@ -36,7 +36,6 @@ Way = Literal[
     "moves", "states", "states here", "states here, sessions", "states here, parking", "states here, prefill workers",
     "states here, ranks", "states there, memory here", "audits", "states in ranges, ranks",
     "states in ranges, sessions", "states in ranges, parking", "states in ranges, prefill workers",
-    "states in ranges, copies",
 ]  # fmt: skip
 """A feature of the engine that some kinds of layers do not support.
 

@@ -20,7 +20,6 @@ CANNOT: dict[Way, str] = {
     "states in ranges, sessions": f"{RANGES}, and the next S-worker adopts only one; leave one of them out",
     "states in ranges, parking": f"{RANGES}, and disks keep one per prefix; leave one of them out",
     "states in ranges, prefill workers": f"{RANGES}, and prefill workers store one per prompt; leave one of them out",
-    "states in ranges, copies": f"{RANGES}, and two copies of it gave other tokens in tests; leave one of them out",
     "states here, sessions": f"{HERE} reach the next one as files beside the journal, which R-workers cannot keep; "
     "give journal as a folder, or state_on r",
     "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "

@@ -8,8 +8,6 @@ namespace rworker {
 namespace {
 
 constexpr std::int64_t kItemRows = 48;  // rows that read a head's weights together
-constexpr std::int64_t kMultiplyAddsPerByte = 4;  // in the time of reading one
-
 
 std::int64_t num_chunks(const HeadRows& rows) { return (rows.num_rows + kItemRows - 1) / kItemRows; }
 

@@ -3,13 +3,15 @@
 #include <algorithm>
 #include <bit>
 
+#include "rworker/attention_job.hpp"
 #include "rworker/picks.hpp"
+#include "rworker/state_job.hpp"
+#include "rworker/worker.hpp"
 
 namespace rworker {
 namespace {
 
 constexpr std::int64_t kHeadOverheadBytes = 1024;
-constexpr std::int64_t kMultiplyAddsPerByte = 4;  // about this many are done in the time of reading a byte
 constexpr std::int64_t kMostParts = 64;  // rows that attend to their own split are shared by this many threads
 constexpr std::int64_t kCutBlocks = 16;  // with one KV head, rows are cut from this number of kBlockRows on
 constexpr std::int64_t kLargeUnitBytes = 16'384;  // per head: above this, the cost of claiming an item does not matter
@@ -191,6 +193,46 @@ WorkItem WorkList::item(std::int64_t index) const {
     const std::int64_t heads = layer_.num_kv_heads, large = num_large_units_ * heads;
     if (index >= large) return {&units[num_large_units_ + index - large], 0, heads};
     return {&units[index / heads], index % heads, index % heads + 1};
+}
+
+void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
+    mini_batches_.clear();
+    std::int64_t shared = 0, own = 0;
+    for (const std::vector<Span>& spans : mini_batches) {
+        MiniBatch& mini_batch = mini_batches_.emplace_back();
+        for (const Span& span : spans) {
+            mini_batch.rows.queries += span.has_queries() ? span.num_rows : 0;
+            mini_batch.rows.stored += span.is_stored() ? span.num_rows : 0;
+            mini_batch.rows.out += span.mode == SpanMode::attend ? span.num_rows : 0;
+            mini_batch.rows.own += span.has_queries() && span.is_stored() ? span.num_rows : 0;
+            mini_batch.rows.partials += span.num_rows * span.num_nodes();
+        }
+        for (const std::int64_t layer : shapes_) {
+            const LayerSpec& spec = cache_.layers()[layer];
+            mini_batch.lists.push_back(std::make_unique<WorkList>(cache_, spec, spans));
+            const std::int64_t floats = token_floats(spec);
+            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_kv_heads * floats);
+            own = std::max(own, mini_batch.lists.back()->num_own_partials * floats);
+        }
+        mini_batch.submitted.resize(cache_.layers().size());
+        if (absorptions_.size() < mini_batches_.size())
+            absorptions_.push_back(
+                std::make_unique<Absorption>(kernels_, model_dtype_, pool_.num_threads()));
+        const RowCount& rows = mini_batch.rows;
+        absorptions_[mini_batches_.size() - 1]->reserve(cache_.layers(), rows.queries, rows.out, rows.partials);
+        if (!cache_.states().num_blocks()) continue;
+        if (state_jobs_.size() < mini_batches_.size())
+            state_jobs_.push_back(
+                std::make_unique<StateJob>(cache_, state_kernels(kernels_), model_dtype_, pool_.num_threads()));
+        state_jobs_[mini_batches_.size() - 1]->plan(spans);
+    }
+    while (jobs_.size() < mini_batches_.size()) jobs_.push_back(std::make_unique<AttentionJob>(*this));
+    for (const auto& job : jobs_) job->forget_picks();
+    if (std::int64_t(shared_partials_.size()) < shared) shared_partials_.resize(shared);
+    for (std::vector<float>& floats : own_partials_)
+        if (std::int64_t(floats.size()) < own) floats.resize(own);
+    const std::size_t cells = mini_batches_.size() * cache_.layers().size();
+    report_ = {std::vector<double>(cells), std::vector<double>(cells), 0, 0};
 }
 
 }  // namespace rworker

@@ -83,46 +83,6 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     in_step_ = true;
 }
 
-void Worker::plan(std::span<const std::vector<Span>> mini_batches) {
-    mini_batches_.clear();
-    std::int64_t shared = 0, own = 0;
-    for (const std::vector<Span>& spans : mini_batches) {
-        MiniBatch& mini_batch = mini_batches_.emplace_back();
-        for (const Span& span : spans) {
-            mini_batch.rows.queries += span.has_queries() ? span.num_rows : 0;
-            mini_batch.rows.stored += span.is_stored() ? span.num_rows : 0;
-            mini_batch.rows.out += span.mode == SpanMode::attend ? span.num_rows : 0;
-            mini_batch.rows.own += span.has_queries() && span.is_stored() ? span.num_rows : 0;
-            mini_batch.rows.partials += span.num_rows * span.num_nodes();
-        }
-        for (const std::int64_t layer : shapes_) {
-            const LayerSpec& spec = cache_.layers()[layer];
-            mini_batch.lists.push_back(std::make_unique<WorkList>(cache_, spec, spans));
-            const std::int64_t floats = token_floats(spec);
-            shared = std::max(shared, mini_batch.lists.back()->num_partials * spec.num_kv_heads * floats);
-            own = std::max(own, mini_batch.lists.back()->num_own_partials * floats);
-        }
-        mini_batch.submitted.resize(cache_.layers().size());
-        if (absorptions_.size() < mini_batches_.size())
-            absorptions_.push_back(
-                std::make_unique<Absorption>(kernels_, model_dtype_, pool_.num_threads()));
-        const RowCount& rows = mini_batch.rows;
-        absorptions_[mini_batches_.size() - 1]->reserve(cache_.layers(), rows.queries, rows.out, rows.partials);
-        if (!cache_.states().num_blocks()) continue;
-        if (state_jobs_.size() < mini_batches_.size())
-            state_jobs_.push_back(
-                std::make_unique<StateJob>(cache_, state_kernels(kernels_), model_dtype_, pool_.num_threads()));
-        state_jobs_[mini_batches_.size() - 1]->plan(spans);
-    }
-    while (jobs_.size() < mini_batches_.size()) jobs_.push_back(std::make_unique<AttentionJob>(*this));
-    for (const auto& job : jobs_) job->forget_picks();
-    if (std::int64_t(shared_partials_.size()) < shared) shared_partials_.resize(shared);
-    for (std::vector<float>& floats : own_partials_)
-        if (std::int64_t(floats.size()) < own) floats.resize(own);
-    const std::size_t cells = mini_batches_.size() * cache_.layers().size();
-    report_ = {std::vector<double>(cells), std::vector<double>(cells), 0, 0};
-}
-
 const Worker::MiniBatch& Worker::mini_batch_at(std::int64_t index) const {
     require(in_step_, "no step is open; begin_step comes first");
     require(index >= 0 && index < std::int64_t(mini_batches_.size()),
@@ -288,65 +248,6 @@ void Worker::unwrite(const MiniBatch& mini_batch) const {
         for (const PlannedSpan& span : mini_batch.lists[shape_of_layer_[layer]]->stored())
             if (span.mode != SpanMode::read) cache_.unwrite(std::int64_t(layer), span.blocks, span.context_len, span.end);
     }
-}
-
-std::int64_t Worker::export_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
-    require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
-    cache_.check_export(sequence_id, start, num_tokens);
-    return cache_.sequence_bytes(num_tokens) + cache_.state_bytes(sequence_id, start + num_tokens);
-}
-
-void Worker::export_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                             std::uint8_t* out) {
-    export_bytes(sequence_id, start, num_tokens);
-    if (cache_.has_state_at(sequence_id, start + num_tokens))
-        settle_state(cache_, state_kernels(kernels_), model_dtype_, sequence_id, start + num_tokens);
-    cache_.export_sequence(sequence_id, start, num_tokens, out);
-}
-
-void Worker::import_sequence(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                             std::span<const std::uint8_t> data) {
-    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
-    cache_.import_sequence(sequence_id, start, num_tokens, data);
-}
-
-std::int64_t Worker::blocks_bytes(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const {
-    require(!in_step_, "export: a step is open; end_step or abandon_step comes first");
-    cache_.check_export(sequence_id, start, num_tokens);
-    return cache_.blocks_bytes(start, num_tokens);
-}
-
-void Worker::export_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                           std::uint8_t* out) const {
-    blocks_bytes(sequence_id, start, num_tokens);
-    cache_.export_blocks(sequence_id, start, num_tokens, out);
-}
-
-void Worker::import_blocks(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens,
-                           std::span<const std::uint8_t> data) {
-    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
-    cache_.import_blocks(sequence_id, start, num_tokens, data);
-}
-
-int Worker::read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces) {
-    require(!in_step_, "import: a step is open; end_step or abandon_step comes first");
-    const std::int64_t first = start;
-    std::int64_t num_tokens = 0;
-    for (const FilePiece& piece : pieces) {
-        require(piece.num_tokens > 0 && piece.offset >= 0, "import: a piece of no tokens, or of none of a file");
-        cache_.blocks_bytes(start + num_tokens, piece.num_tokens);
-        num_tokens += piece.num_tokens;
-    }
-    cache_.place_blocks(sequence_id, start, num_tokens);
-    std::vector<std::vector<std::span<std::uint8_t>>> places;
-    for (const FilePiece& piece : pieces) {
-        places.push_back(cache_.block_runs(sequence_id, start, piece.num_tokens));
-        start += piece.num_tokens;
-    }
-    ReadJob job(fd, pieces, std::move(places));
-    pool_.run_here(job);
-    cache_.note_full(sequence_id, first);
-    return job.error();
 }
 
 void Worker::store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows) {

@@ -14,6 +14,11 @@ using namespace rworker;
 namespace {
 
 constexpr std::int64_t kAttendedRows = 60, kChecked = 9;
+#ifdef __SANITIZE_THREAD__
+constexpr bool kChecksOutputs = false;  // one thread's arithmetic, which the address sanitizer's build checks
+#else
+constexpr bool kChecksOutputs = true;
+#endif
 
 std::vector<float> random_floats(std::mt19937& random, std::int64_t count) {
     std::normal_distribution<float> normal;
@@ -99,7 +104,8 @@ void test_attend(const char* isa, DType kv_dtype, const LayerSpec& layer, std::i
         worker.submit(0, 0, {queries.data(), keys.data(), values.data(), out.data()});
         worker.wait(0);
         worker.end_step();
-        if (attends) check_outputs(worker, queries, out, length, rows, tolerance(isa, kv_dtype, layer.group()));
+        if (attends && kChecksOutputs)
+            check_outputs(worker, queries, out, length, rows, tolerance(isa, kv_dtype, layer.group()));
         length += rows;
     }
 }

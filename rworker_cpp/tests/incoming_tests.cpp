@@ -1,66 +1,13 @@
-// Rows that prefill workers store: the same bytes as appended ones, in whatever pieces and order they come; and other
-// sequences take steps meanwhile.
-#include <algorithm>
-#include <atomic>
-#include <bit>
-#include <cstdio>
-#include <thread>
+// Rows that prefill workers store: the same bytes as appended ones, in whatever pieces and order they come.
+#include <string>
 #include <vector>
 
 #include "check.hpp"
-#include "rworker/worker.hpp"
+#include "incoming_rows.hpp"
 
-using namespace rworker;
+using namespace incoming_tests;
 
 namespace {
-
-constexpr std::int64_t kLayers = 2, kKvHeads = 2, kKeyDim = 20, kValueDim = 12;
-
-Worker make_worker(DType kv_dtype, const std::string& isa = "auto", std::int64_t num_blocks = 64) {
-    const LayerSpec layer{{4, kKvHeads, kKeyDim, kValueDim, 0.25f, 0, 0.0f, {}}};
-    return Worker({std::vector<LayerSpec>(kLayers, layer), DType::float32, kv_dtype, 32, num_blocks, 2, {}, isa});
-}
-
-/// Rows of one sequence in one layer; every sequence and layer has others.
-struct Data {
-    std::vector<float> keys, values;
-
-    Data(std::int64_t num_tokens, std::int64_t seed) {
-        const auto fill = [&](std::vector<float>& floats, std::int64_t dim) {
-            floats.resize(num_tokens * kKvHeads * dim);
-            for (std::size_t i = 0; i < floats.size(); ++i)
-                floats[i] = float((i + seed * 131) * 7919 % 1009) / 500.0f - 1.0f;
-        };
-        fill(keys, kKeyDim), fill(values, kValueDim);
-    }
-    IncomingRows rows(std::int64_t start, std::int64_t end) const {
-        return {keys.data() + start * kKvHeads * kKeyDim, values.data() + start * kKvHeads * kValueDim, start,
-                end - start, DType::float32};
-    }
-};
-
-void control(Worker& worker, std::vector<Control> controls) {
-    worker.begin_step(controls, std::vector<std::vector<Span>>{});
-    worker.end_step();
-}
-
-/// Tokens [begin, end) as append-only rows.
-void append(Worker& worker, std::int64_t sequence_id, const std::vector<Data>& layers, std::int64_t begin,
-            std::int64_t end) {
-    worker.begin_step({}, std::vector<std::vector<Span>>{{{sequence_id, begin, end - begin, SpanMode::append}}});
-    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
-        const IncomingRows rows = layers[layer].rows(begin, end);
-        worker.run(0, layer, {nullptr, rows.keys, rows.values, nullptr});
-    }
-    worker.end_step();
-}
-
-std::vector<std::uint8_t> exported(Worker& worker, std::int64_t sequence_id) {
-    const std::int64_t length = worker.cache().sequence(sequence_id).length;
-    std::vector<std::uint8_t> bytes(worker.export_bytes(sequence_id, 0, length));
-    worker.export_sequence(sequence_id, 0, length, bytes.data());
-    return bytes;
-}
 
 /// The prefix of an incoming sequence reads as what its source exports.
 void check_prefix(Worker& worker, std::int64_t job_id, std::int64_t source_id, std::int64_t context) {
@@ -178,137 +125,10 @@ void test_a_holder_of_the_prefix_alone() {
     }
 }
 
-/// One thread reads prefix after prefix, and every third sequence is released meanwhile; the other takes steps, lets the
-/// source of the prefixes go, and has its blocks written anew once no sequence holds them.
-void test_reads_beside_steps() {
-    constexpr std::int64_t jobs = 30, context = 96, tokens = 130;
-    Worker worker = make_worker(DType::bfloat16, "auto", 40);
-    std::atomic<std::int64_t> reserved = 0, read = 0;
-    std::atomic<bool> is_right = true;
-    const auto value_of = [](std::int64_t job) { return float(job % 100 + 1); };  // exact in bfloat16
-    std::thread prefill([&] {
-        std::vector<std::uint16_t> rows(context * kKvHeads * (kKeyDim + kValueDim));
-        for (std::int64_t job = 0; job < jobs; ++job) {
-            while (reserved.load() <= job) std::this_thread::yield();
-            try {
-                for (std::int64_t round = 0; round < 4; ++round)
-                    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
-                        worker.read_prefix(job, layer, {reinterpret_cast<std::uint8_t*>(rows.data()), 0, context});
-                        for (const std::uint16_t bits : rows)
-                            if (std::bit_cast<float>(std::uint32_t(bits) << 16) != value_of(job)) is_right = false;
-                    }
-            } catch (const UnknownSequence&) {  // released
-            }
-            read.store(job + 1);
-        }
-    });
-    for (std::int64_t job = 0; job < jobs; ++job) {
-        Data same(tokens, 0);
-        for (std::vector<float>* rows : {&same.keys, &same.values}) std::fill(rows->begin(), rows->end(), value_of(job));
-        append(worker, 1, {same, same}, 0, context + 5);
-        control(worker, {{Verb::fork, 2, 1, context}, {Verb::reserve, 2, job, tokens}});
-        reserved.fetch_add(1);
-        control(worker, {{Verb::release, 1, 0, 0}});
-        append(worker, 3, {same, same}, 0, tokens);
-        while (job % 3 != 2 && read.load() <= job) {
-            control(worker, {{Verb::truncate, 3, 0, tokens - 1}});
-            append(worker, 3, {same, same}, tokens - 1, tokens);
-        }
-        control(worker, {{Verb::release, 2, 0, 0}, {Verb::release, 3, 0, 0}});
-    }
-    prefill.join();
-    CHECK(is_right);
-    CHECK(worker.statistics().blocks_used == 0);
-}
-
-/// One thread stores sequence after sequence, and every third is released meanwhile; the other takes steps.
-void test_stores_beside_steps() {
-    constexpr std::int64_t jobs = 30, tokens = 150;
-    Worker worker = make_worker(DType::bfloat16, "auto", 200);
-    const std::vector<Data> data{Data(400, 1), Data(400, 2)};
-    std::atomic<std::int64_t> reserved = 0, stored = 0;
-    std::thread prefill([&] {
-        for (std::int64_t job = 0; job < jobs; ++job) {
-            while (reserved.load() <= job) std::this_thread::yield();
-            try {
-                for (std::int64_t layer = 0; layer < kLayers; ++layer)
-                    for (const auto& [start, end] : {std::pair{70, 150}, std::pair{0, 33}, std::pair{33, 70}})
-                        worker.store(job, layer, data[layer].rows(start, end));
-            } catch (const UnknownSequence&) {  // released
-            }
-            stored.store(job + 1);
-        }
-    });
-    std::int64_t committed = 0, length = 0;
-    std::vector<float> queries(4 * kKeyDim, 0.5f), out(4 * kValueDim);
-    while (committed < jobs) {
-        std::vector<Control> controls;
-        if (reserved.load() < jobs && reserved.load() < committed + 3)
-            controls.push_back({Verb::reserve, 100 + reserved.load(), reserved.load(), tokens});
-        const bool reserves = !controls.empty();
-        if (committed < reserved.load() && committed % 3 == 2)
-            controls.push_back({Verb::release, 100 + committed++, 0, 0});
-        else if (committed < stored.load())
-            controls.push_back({Verb::commit, 100 + committed, committed, tokens}), ++committed;
-        worker.begin_step(controls, std::vector<std::vector<Span>>{{{1, length, 1, SpanMode::attend}}});
-        if (reserves) reserved.fetch_add(1);
-        for (std::int64_t layer = 0; layer < kLayers; ++layer) {
-            const IncomingRows row = data[layer].rows(length % 400, length % 400 + 1);
-            worker.run(0, layer, {queries.data(), row.keys, row.values, out.data()});
-        }
-        worker.end_step();
-        if (++length == 1000) control(worker, {{Verb::truncate, 1, 0, 0}}), length = 0;
-    }
-    prefill.join();
-    append(worker, 2, data, 0, tokens);
-    const std::vector<std::uint8_t> wanted = exported(worker, 2);
-    for (std::int64_t job = 0; job < jobs; ++job)
-        if (job % 3 != 2) CHECK(exported(worker, 100 + job) == wanted);
-    CHECK(worker.statistics().incoming == 0 && worker.statistics().sequences == jobs - jobs / 3 + 2);
-}
-
-/// Each thread reads a piece into its places, while another commits memory, and asks what is in use.
-void test_blocks_of_a_file() {
-    constexpr std::int64_t kTokens = 96, kCut = 32;
-    Worker source = make_worker(DType::float32), target = make_worker(DType::float32);
-    append(source, 1, {Data(kTokens, 0), Data(kTokens, 1)}, 0, kTokens);
-    std::FILE* const file = std::tmpfile();
-    std::vector<FilePiece> pieces{{kCut, 0, {}}, {kTokens - kCut, 0, {}}};
-    std::int64_t start = 0, offset = 0;
-    std::vector<Checksum> expected;
-    for (FilePiece& piece : pieces) {
-        std::vector<std::uint8_t> bytes(source.blocks_bytes(1, start, piece.num_tokens));
-        source.export_blocks(1, start, piece.num_tokens, bytes.data());
-        CHECK(std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size());
-        expected.push_back(checksum(bytes, piece.checksum));
-        piece.offset = offset;
-        start += piece.num_tokens, offset += std::int64_t(bytes.size());
-    }
-    std::fflush(file);
-    std::atomic<bool> done{false};
-    std::thread beside([&] {
-        while (!done.load()) target.commit_blocks(target.cache().pool().num_touched() / 2, 8);
-    });
-    for (std::int64_t sequence_id = 1; sequence_id <= 10; ++sequence_id) {
-        std::vector<FilePiece> wanted = pieces;
-        CHECK(target.read_blocks(sequence_id, 0, fileno(file), wanted) == 0);
-        for (std::size_t i = 0; i < wanted.size(); ++i) CHECK(wanted[i].checksum == expected[i]);
-        CHECK(exported(target, sequence_id) == exported(source, 1));
-    }
-    done.store(true);
-    beside.join();
-    pieces[1].offset = offset;
-    CHECK(target.read_blocks(11, 0, fileno(file), pieces) == ReadJob::kFileEnds);
-    std::fclose(file);
-}
-
 }  // namespace
 
 void run_incoming_tests() {
-    test_blocks_of_a_file();
     test_stored_is_appended();
     test_what_is_refused();
-    test_stores_beside_steps();
     test_a_holder_of_the_prefix_alone();
-    test_reads_beside_steps();
 }

@@ -8,6 +8,7 @@ void run_cache_tests();
 void run_ahead_tests();
 void run_attention_tests();
 void run_incoming_tests();
+void run_incoming_thread_tests();
 void run_kernel_tests();
 void run_ring_tests();
 void run_thread_tests();
@@ -30,6 +31,7 @@ const Tests kTests[] = {
     {"rings", run_ring_tests},  // before any test leaves threads behind, since it forks
     {"threads", run_thread_tests},
     {"incoming", run_incoming_tests},
+    {"incoming_threads", run_incoming_thread_tests},
 #ifndef __SANITIZE_THREAD__  // one thread's arithmetic
     {"kernels", run_kernel_tests},
     {"self_test", run_self_test_tests},

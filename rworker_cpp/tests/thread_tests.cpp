@@ -240,9 +240,14 @@ void test_a_prompt_by_itself_is_shared() {
 
 void run_thread_tests() {
     const std::vector<float> states = run_states(1, 24);
+#ifdef __SANITIZE_THREAD__  // threads do the same for all
+    const std::initializer_list<std::int64_t> cuts = {2, 8}, counts = {3};
+#else
+    const std::initializer_list<std::int64_t> cuts = {1, 2, 3, 8}, counts = {1, 3, 6};
+#endif
     for (const std::int64_t cut : {1, 2, 12}) CHECK(run_states(3, cut) == states);
-    for (const std::int64_t cut : {1, 2, 3, 8})
-        for (const std::int64_t refused : {1, 3, 6}) CHECK(run_states(3, cut, refused) == states);
+    for (const std::int64_t cut : cuts)
+        for (const std::int64_t refused : counts) CHECK(run_states(3, cut, refused) == states);
     test_a_prompt_by_itself_is_shared();
     test_shared_prefixes();
     test_cuts_beside_the_step();

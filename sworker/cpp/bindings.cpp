@@ -103,15 +103,15 @@ WeightedSum<T> sum_job(const Rows<T>& parts, const py::array_t<std::int64_t, py:
             std::size_t(parts.shape(1))};
 }
 
-template <typename T, typename Norm, typename Rotate, typename Sum>
-void bind(py::module_& module, Norm norm, Rotate rotate, Sum sum) {
+template <typename T>
+void bind(py::module_& module) {
     const auto threads = py::arg("threads") = 1;
     const auto isa = py::arg("isa") = "auto";
     module.def(
         "rms_norm",
-        [norm](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out, unsigned number,
+        [](const Rows<T>& x, const Rows<float>& weight, float eps, bool round_first, Rows<T>& out, unsigned number,
                const std::string& name, const std::optional<Rows<T>>& residual, std::optional<Rows<T>> total) {
-            run_rows(norm_job<T>(x, weight, eps, round_first, out, residual, total), kernels_of(name).*norm,
+            run_rows(norm_job<T>(x, weight, eps, round_first, out, residual, total), of<T>(kernels_of(name)).norm,
                      std::size_t(x.size()), number);
         },
         py::arg("x").noconvert(), py::arg("weight").noconvert(), py::arg("eps"), py::arg("round_first"),
@@ -119,17 +119,17 @@ void bind(py::module_& module, Norm norm, Rotate rotate, Sum sum) {
         py::arg("total").noconvert() = py::none());
     module.def(
         "rotate",
-        [rotate](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out, unsigned number,
+        [](const py::array_t<T, 0>& x, const Rows<T>& cos, const Rows<T>& sin, Rows<T>& out, unsigned number,
                  const std::string& name) {
-            run_rows(rotation_job<T>(x, cos, sin, out), kernels_of(name).*rotate, std::size_t(x.size()), number);
+            run_rows(rotation_job<T>(x, cos, sin, out), of<T>(kernels_of(name)).rotate, std::size_t(x.size()), number);
         },
         py::arg("x").noconvert(), py::arg("cos").noconvert(), py::arg("sin").noconvert(), py::arg("out").noconvert(),
         threads, isa);
     module.def(
         "sum_weighted",
-        [sum](const Rows<T>& parts, const py::array_t<std::int64_t, py::array::c_style>& places,
+        [](const Rows<T>& parts, const py::array_t<std::int64_t, py::array::c_style>& places,
               const Rows<T>& weights, Rows<T>& out, unsigned number, const std::string& name) {
-            run_rows(sum_job<T>(parts, places, weights, out), kernels_of(name).*sum, std::size_t(parts.size()),
+            run_rows(sum_job<T>(parts, places, weights, out), of<T>(kernels_of(name)).sum, std::size_t(parts.size()),
                      number);
         },
         py::arg("parts").noconvert(), py::arg("places").noconvert(), py::arg("weights").noconvert(),
@@ -161,8 +161,8 @@ PYBIND11_MODULE(_sworker, module) {
         for (const RowKernels* kernels : supported_kernels()) names.emplace_back(kernels->isa);
         return names;
     });
-    bind<float>(module, &RowKernels::norm_float32, &RowKernels::rotate_float32, &RowKernels::sum_float32);
-    bind<BFloat16>(module, &RowKernels::norm_bfloat16, &RowKernels::rotate_bfloat16, &RowKernels::sum_bfloat16);
+    bind<float>(module);
+    bind<BFloat16>(module);
     module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
                py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);

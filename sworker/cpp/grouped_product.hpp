@@ -17,22 +17,6 @@ inline float* scratch_of(std::size_t width) {
     return scratch.data();
 }
 
-inline float rotate(const IntegerKernels& kernels, const SourceRows<float>& source, std::size_t row, float* y) {
-    return kernels.rotate_float32(source, row, y);
-}
-
-inline float rotate(const IntegerKernels& kernels, const SourceRows<BFloat16>& source, std::size_t row, float* y) {
-    return kernels.rotate_bfloat16(source, row, y);
-}
-
-inline void scale_block(const IntegerKernels& kernels, const Scaling<float>& job) {
-    kernels.scale_float32(job);
-}
-
-inline void scale_block(const IntegerKernels& kernels, const Scaling<BFloat16>& job) {
-    kernels.scale_bfloat16(job);
-}
-
 /// Rows `begin` to `end`, which `weights` multiply.
 struct RowGroup {
     const IntegerWeights* weights;
@@ -134,10 +118,10 @@ void GroupedProduct::multiply_read(std::size_t width, const Read& read, T* out, 
     const std::size_t all = any().columns_;
     multiply_panels(codes, runner, [&](const IntegerWeights& own, const Block& block, std::size_t panel, auto* sums) {
         const std::size_t first = panel * PANEL;
-        scale_block(*runner.kernels,
-                    Scaling<T>{sums, own.scales_.data() + first, own.bias_.empty() ? nullptr : own.bias_.data() + first,
-                               scales + block.begin, out + block.begin * all + first, block.size,
-                               std::min(PANEL, all - first), PANEL, all});
+        of<T>(*runner.kernels)
+            .scale({sums, own.scales_.data() + first, own.bias_.empty() ? nullptr : own.bias_.data() + first,
+                    scales + block.begin, out + block.begin * all + first, block.size, std::min(PANEL, all - first),
+                    PANEL, all});
     });
 }
 

@@ -37,8 +37,12 @@ void scale(const Scaling<T>& job) {
 
 }  // namespace
 
-const IntegerKernels integer_kernels{SWORKER_NAME(SWORKER_ISA), sizeof(Code), rotate<float>, rotate<BFloat16>,
-                                     quantize<Code>,            quantize_plain, multiply,     scale<float>,
-                                     scale<BFloat16>};
+const IntegerKernels integer_kernels{SWORKER_NAME(SWORKER_ISA),
+                                     sizeof(Code),
+                                     {rotate<float>, scale<float>},
+                                     {rotate<BFloat16>, scale<BFloat16>},
+                                     quantize<Code>,
+                                     quantize_plain,
+                                     multiply};
 
 }  // namespace sworker::SWORKER_ISA

@@ -61,21 +61,26 @@ struct Scaling {
     std::size_t rows, columns, sums_stride, out_stride;
 };
 
+/// Kernels of one dtype.
+template <typename T>
+struct IntegerKernelsOf {
+    /// Rotate a row into `y`, of the width padded to LANES; return its largest magnitude, NaN where one is NaN.
+    float (*rotate)(const SourceRows<T>&, std::size_t row, float* y);
+    void (*scale)(const Scaling<T>&);
+};
+
 /// The same code compiled for one instruction set. `code_bytes`: of one code of a row, 1 where rows are unsigned with
 /// zero point 128, else 2.
 struct IntegerKernels {
     const char* isa;
     std::size_t code_bytes;
-    /// Rotate a row into `y`, of the width padded to LANES; return its largest magnitude, NaN where one is NaN.
-    float (*rotate_float32)(const SourceRows<float>&, std::size_t row, float* y);
-    float (*rotate_bfloat16)(const SourceRows<BFloat16>&, std::size_t row, float* y);
+    IntegerKernelsOf<float> float32;
+    IntegerKernelsOf<BFloat16> bfloat16;
     /// Quantize `y` for the product to codes of -127 to 127 by its row's peak; the width is padded to QUAD.
     void (*quantize)(const float* y, std::size_t width, float peak, const CodePlace&);
     /// The same to plain int8, as weights are stored.
     void (*quantize_plain)(const float* y, std::size_t width, float peak, std::int8_t* codes);
     void (*multiply)(const PanelProduct&);
-    void (*scale_float32)(const Scaling<float>&);
-    void (*scale_bfloat16)(const Scaling<BFloat16>&);
 };
 
 /// Elements that one Hadamard matrix mixes; a block may have several such parts, which reflections mix.

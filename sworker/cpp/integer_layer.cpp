@@ -32,30 +32,6 @@ T* own_row(std::size_t width) {
     return row.data();
 }
 
-void run_norm(const RowKernels& kernels, const RmsNorm<float>& job, std::size_t row) {
-    kernels.norm_float32(job, row);
-}
-
-void run_norm(const RowKernels& kernels, const RmsNorm<BFloat16>& job, std::size_t row) {
-    kernels.norm_bfloat16(job, row);
-}
-
-void run_rotate(const RowKernels& kernels, const Rotation<float>& job, std::size_t row) {
-    kernels.rotate_float32(job, row);
-}
-
-void run_rotate(const RowKernels& kernels, const Rotation<BFloat16>& job, std::size_t row) {
-    kernels.rotate_bfloat16(job, row);
-}
-
-void run_add(const RowKernels& kernels, const RowSum<float>& job, std::size_t row) {
-    kernels.add_float32(job, row);
-}
-
-void run_add(const RowKernels& kernels, const RowSum<BFloat16>& job, std::size_t row) {
-    kernels.add_bfloat16(job, row);
-}
-
 /// out [rows, columns] = normed rows · weights. `start(row)` returns the row that is to be normed.
 template <typename T, typename Start>
 void multiply_normed(const IntegerWeights& weights, const LayerNorm& norm, const Start& start, std::size_t rows, T* out,
@@ -65,9 +41,9 @@ void multiply_normed(const IntegerWeights& weights, const LayerNorm& norm, const
         T* own = own_row<T>(width);
         const RmsNorm<T> normed{start(row), nullptr,  norm.weight.data(), own, nullptr, 1,
                                 width,      norm.eps, norm.round_first};
-        run_norm(kernels, normed, 0);
+        of<T>(kernels).norm(normed, 0);
         const SourceRows<T> source{own, nullptr, width, 0, width, weights.block(), Activation::none};
-        return rotate(*runner.kernels, source, 0, y);
+        return of<T>(*runner.kernels).rotate(source, 0, y);
     };
     const RowGroup all{&weights, 0, rows};
     GroupedProduct({&all, 1}).multiply_read(width, read, out, runner);
@@ -81,14 +57,14 @@ void finish_heads(const T* x, const LayerNorm& norm, Rotation<T> job, std::size_
         T* own = own_row<T>(width);
         const RmsNorm<T> normed{x,         nullptr, norm.weight.data(), own, nullptr, job.heads, job.dim,
                                 norm.eps, norm.round_first};
-        for (std::size_t head = 0; head < job.heads; ++head) run_norm(kernels, normed, head);
+        for (std::size_t head = 0; head < job.heads; ++head) of<T>(kernels).norm(normed, head);
         x = own;
     }
     job.x = x;
     job.cos += row * job.dim;
     job.sin += row * job.dim;
     job.out += row * width;
-    run_rotate(kernels, job, 0);
+    of<T>(kernels).rotate(job, 0);
 }
 
 bool fits(const LayerNorm& norm, std::size_t dim) {
@@ -135,7 +111,7 @@ void IntegerLayer::run_after(const AfterAttention<T>& job, const Runner& runner,
     weights_.o->multiply({job.o, nullptr, width, 0, width, weights_.o->block(), Activation::none}, job.rows,
                          added.data(), runner);
     const auto start = [&](std::size_t row) {
-        run_add(kernels, RowSum<T>{job.x, added.data(), job.out, hidden()}, row);
+        of<T>(kernels).add({job.x, added.data(), job.out, hidden()}, row);
         return static_cast<const T*>(job.out + row * hidden());
     };
     multiply_normed(*weights_.gate_up, weights_.post_norm, start, job.rows, gated.data(), runner, kernels);
@@ -143,7 +119,7 @@ void IntegerLayer::run_after(const AfterAttention<T>& job, const Runner& runner,
                                weights_.activation};
     weights_.down->multiply(source, job.rows, added.data(), runner);
     parallel_for(job.rows, runner.threads,
-                 [&](std::size_t row) { run_add(kernels, RowSum<T>{job.out, added.data(), job.out, hidden()}, row); });
+                 [&](std::size_t row) { of<T>(kernels).add({job.out, added.data(), job.out, hidden()}, row); });
 }
 
 template void IntegerLayer::run_before(const BeforeAttention<float>&, const Runner&, const RowKernels&) const;

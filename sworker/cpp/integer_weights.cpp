@@ -60,7 +60,7 @@ template <typename T>
 void IntegerWeights::find_peaks(const SourceRows<T>& source, std::size_t rows, float* peaks,
                                 const Runner& runner) const {
     parallel_for(rows, runner.threads, [&](std::size_t row) {
-        peaks[row] = rotate(*runner.kernels, source, row, scratch_of(source.width));
+        peaks[row] = of<T>(*runner.kernels).rotate(source, row, scratch_of(source.width));
     });
 }
 
@@ -93,7 +93,7 @@ GroupedProduct::GroupedProduct(std::span<const RowGroup> groups) : groups_(group
 
 template <typename T>
 void GroupedProduct::multiply(const SourceRows<T>& source, T* out, const Runner& runner) const {
-    multiply_read(source.width, [&](std::size_t row, float* y) { return rotate(*runner.kernels, source, row, y); }, out,
+    multiply_read(source.width, [&](std::size_t row, float* y) { return of<T>(*runner.kernels).rotate(source, row, y); }, out,
                   runner);
 }
 
@@ -101,7 +101,7 @@ template <typename T>
 void GroupedProduct::add_up(const SourceRows<T>& source, const float* peaks, std::int32_t* sums,
                             const Runner& runner) const {
     if (!rows()) return;
-    const auto read = [&](std::size_t row, float* y) { return rotate(*runner.kernels, source, row, y); };
+    const auto read = [&](std::size_t row, float* y) { return of<T>(*runner.kernels).rotate(source, row, y); };
     const char* codes = quantize(source.width, read, peaks, nullptr, runner);
     const std::size_t all = any().columns_;
     multiply_panels(codes, runner, [&](const IntegerWeights&, const Block& block, std::size_t panel, auto* found) {
@@ -121,10 +121,9 @@ void GroupedProduct::scale(const std::int32_t* sums, const float* peaks, T* out,
         const std::size_t all = own.columns_;
         float row_scales[MOST_ROWS];
         for (std::size_t i = 0; i < block.size; ++i) row_scales[i] = scale_of(peaks[block.begin + i]);
-        scale_block(*runner.kernels,
-                    Scaling<T>{sums + block.begin * all, own.scales_.data(),
-                               own.bias_.empty() ? nullptr : own.bias_.data(), row_scales, out + block.begin * all,
-                               block.size, all, all, all});
+        of<T>(*runner.kernels)
+            .scale({sums + block.begin * all, own.scales_.data(), own.bias_.empty() ? nullptr : own.bias_.data(),
+                    row_scales, out + block.begin * all, block.size, all, all, all});
     });
 }
 
@@ -133,7 +132,7 @@ void quantize_rows(const SourceRows<T>& source, std::size_t rows, std::int8_t* c
                    const Runner& runner) {
     parallel_for(rows, runner.threads, [&](std::size_t row) {
         float* y = scratch_of(source.width);
-        const float peak = rotate(*runner.kernels, source, row, y);
+        const float peak = of<T>(*runner.kernels).rotate(source, row, y);
         runner.kernels->quantize_plain(y, source.width, peak, codes + row * source.width);
         scales[row] = scale_of(peak);
     });

@@ -130,14 +130,8 @@ void multiply_row(const OrderedProduct& job, std::size_t row) {
 }  // namespace
 
 const RowKernels kernels{SWORKER_NAME(SWORKER_ISA),
-                         norm<float>,
-                         norm<BFloat16>,
-                         rotate<float>,
-                         rotate<BFloat16>,
-                         sum<float>,
-                         sum<BFloat16>,
-                         add<float>,
-                         add<BFloat16>,
+                         {norm<float>, rotate<float>, sum<float>, add<float>},
+                         {norm<BFloat16>, rotate<BFloat16>, sum<BFloat16>, add<BFloat16>},
                          multiply_row};
 
 }  // namespace sworker::SWORKER_ISA

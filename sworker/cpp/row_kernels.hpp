@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 /// What models compute between their matrix products, in one pass where torch makes five to ten. A row's bits depend on
 /// that row alone, whatever its company.
@@ -65,19 +66,31 @@ struct RowSum {
     std::size_t dim;
 };
 
+/// Kernels of one dtype.
+template <typename T>
+struct RowKernelsOf {
+    void (*norm)(const RmsNorm<T>&, std::size_t row);
+    void (*rotate)(const Rotation<T>&, std::size_t row);
+    void (*sum)(const WeightedSum<T>&, std::size_t row);
+    void (*add)(const RowSum<T>&, std::size_t row);
+};
+
 /// The same code compiled for one instruction set; each function computes one row.
 struct RowKernels {
     const char* isa;
-    void (*norm_float32)(const RmsNorm<float>&, std::size_t row);
-    void (*norm_bfloat16)(const RmsNorm<BFloat16>&, std::size_t row);
-    void (*rotate_float32)(const Rotation<float>&, std::size_t row);
-    void (*rotate_bfloat16)(const Rotation<BFloat16>&, std::size_t row);
-    void (*sum_float32)(const WeightedSum<float>&, std::size_t row);
-    void (*sum_bfloat16)(const WeightedSum<BFloat16>&, std::size_t row);
-    void (*add_float32)(const RowSum<float>&, std::size_t row);
-    void (*add_bfloat16)(const RowSum<BFloat16>&, std::size_t row);
+    RowKernelsOf<float> float32;
+    RowKernelsOf<BFloat16> bfloat16;
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
 };
+
+/// The kernels of dtype T in one of the tables: `RowKernels`, or `IntegerKernels`.
+template <typename T, typename Kernels>
+const auto& of(const Kernels& kernels) {
+    if constexpr (std::is_same_v<T, float>)
+        return kernels.float32;
+    else
+        return kernels.bfloat16;
+}
 
 namespace scalar {
 extern const RowKernels kernels;

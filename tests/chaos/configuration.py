@@ -134,7 +134,6 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     forces_drafts = rng.random() < 0.7
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
-        settings["kv_replicas"] = 1 if has_ranges else settings["kv_replicas"]
     settings = _exact(settings | _draw_integers(seed, kind), architecture)
     if not (hybrid and has_ranges):
         settings |= draw_parking(seed, kind, settings, bool(hybrid))
@@ -177,8 +176,9 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
 def _exact(settings: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Return ``settings`` changed so that tokens equal those of one R-worker."""
     has_ranges = "kv_shard_tokens" in settings
-    if architecture in SPARSE and has_ranges:
+    if architecture in SPARSE and has_ranges:  # sums of picked tokens have another order, and rounding would show it
         settings = settings | {"dtype": "float32", "kv_cache_dtype": "auto"}
+        settings.pop("quantization", None)
     if settings["dtype"] != "float32" and (has_ranges or "prefill_workers" in settings):
         settings.pop("latent_absorption", None)
     return settings

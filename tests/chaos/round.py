@@ -33,7 +33,7 @@ LOOK_STEPS = 8
 """Steps between two checks of the processes' shared memory."""
 
 LEAST_AUDITED = 4
-"""Audited rows per layer in a round's steps, if each step has one row, from which on some must have been audited."""
+"""Rows per layer that a round should audit, at one row per step, before no audit counts as a fault."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Round:
         )
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
-        """Check of each sequence that is given up that it fits no remaining R-worker."""
+        """Record of each sequence that a loss concerns whether it fits no remaining R-worker."""
         lost, config = engine.scheduler.members.lost, engine.config
 
         def watched(worker: int) -> Any:
@@ -237,8 +237,9 @@ class Round:
 
     def _compare(self, wanted: Answers, found: Answers) -> None:
         for number, answers in wanted.items():
-            if "error" in {each.finish_reason for each in found.get(number, ())}:
-                if not any(self._hopeless.values()):
+            failed = ["error" in {each.finish_reason for each in some} for some in (answers, found.get(number, ()))]
+            if failed[1]:
+                if not (failed[0] or any(self._hopeless.values())):  # [0]: the model overflowed in the reference, too
                     self.result.fault(f"tokens: request {number} was given up, and there is room for it")
                 continue
             tokens = [each.tokens for each in found.get(number, ())]
@@ -259,14 +260,14 @@ class Round:
 
 
 def drawn_audit(drawn: Configuration) -> dict[str, Any]:
-    """Half the rounds audit a share of their rows, where the model has some."""
+    """Return the audit settings: half the rounds audit a share of their rows, if the model has rows to audit."""
     rng = random.Random(f"audit {drawn.seed}")
     has_rows = drawn.architecture not in SPARSE and drawn.settings.get("latent_absorption") != "r"
     return {"audit": rng.choice([0.02, 0.3, 1.0])} if has_rows and rng.random() < 0.5 else {}
 
 
 def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingParams:
-    """Return ``params`` of one request in three with attention sources, if possible; tokens must not change."""
+    """Return ``params``; one request in three also asks for attention sources, which must not change its tokens."""
     wanted = replace(params, attention_sources=4)
     try:
         engine.world.sources.check(wanted)
@@ -276,7 +277,7 @@ def asking(engine: LLMEngine, number: int, params: SamplingParams) -> SamplingPa
 
 
 def source_faults(output: RequestOutput) -> list[str]:
-    """Return what is wrong with the last token's attention sources. They may be missing only after a loss."""
+    """Return the faults in the last token's attention sources. Sources may be missing only after a loss."""
     faults = []
     for completion in output.outputs:
         told = completion.all_sources

@@ -5,6 +5,7 @@ The server has one thread, and neither pytest nor the tests in memory (see forks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -17,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -114,12 +116,41 @@ def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
     if asked["is_to_fork"]:
         begin_server()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run(asked)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        leave(end.code or 0)
+        raise
+    else:
+        leave(0)
+
+
+def run(asked: dict[str, Any]) -> None:
+    """Run the module's ``main``, or the script."""
     if asked["module"].endswith(".py"):
         runpy.run_path(asked["module"], run_name="__main__")
     elif asked["module"] == "-c":
         exec(asked["words"].pop(1), {"__name__": "__main__"})
     else:
         sys.exit(importlib.import_module(asked["module"]).main())
+
+
+def leave(status: int) -> None:
+    """End this process, if torch is loaded, without destroying all modules.
+
+    Python's end would write to each object, so that the system copies 240 MB of shared pages in a third of a second.
+    Threads are joined and exit functions run as in any other end. A rank of an MPI job ends as usual: MPI's own end
+    comes after those.
+    """
+    if "torch" not in sys.modules or "mpi4py.MPI" in sys.modules:
+        return
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def begin_server() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,19 @@ def save_with_texts(
     tokens = [generated(model, prompt, num_tokens) for prompt in prompts]
     assert len({token for each in tokens for token in each}) > 16, "tokens that vary"
     return tokens
+
+
+def saver(
+    root: Path, prompts: list[list[int]], num_tokens: int, **changes: int
+) -> Callable[[str], tuple[Path, list[list[int]]]]:
+    """Return a function that saves a model of a type under ``root`` once, and returns its folder and its tokens."""
+
+    @cache
+    def save(model_type: str) -> tuple[Path, list[list[int]]]:
+        folder = root / model_type
+        return folder, save_with_texts(folder, model_type, prompts, num_tokens, **changes)
+
+    return save
 
 
 def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -193,7 +193,6 @@ ASKED: tuple[tuple[Way, str, Asks], ...] = (
     ),
     ("states in ranges, ranks", "tensor_parallel_size", _in_ranges(lambda config: config.tensor_parallel_size > 1)),
     ("states in ranges, sessions", "keep_session", _in_ranges(lambda config: config.keep_session > 0)),
-    ("states in ranges, copies", "kv_replicas", _in_ranges(lambda config: config.kv_replicas > 1)),
     ("states in ranges, parking", "park_dir", _in_ranges(lambda config: config.park_dir is not None)),
     (
         "states in ranges, prefill workers",

@@ -127,13 +127,13 @@ class WorkerState:
         self.controls.append((int(verb), cache_id, source_id, num_tokens))
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Count one more sequence that uses ``blocks``."""
+        """Add one sequence that uses ``blocks``."""
         for block in blocks:
             self.cached -= block.num_sequences == 0
             block.num_sequences += 1
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Count one sequence less that uses ``blocks``; free the blocks that nobody uses any more."""
+        """Subtract one sequence that uses ``blocks``; free the blocks that nothing else uses."""
         for block in blocks:
             block.num_sequences -= 1
             if block.num_sequences == 0:
@@ -141,7 +141,7 @@ class WorkerState:
                 self.free += block.num_prefixes == 0
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Count one retained prefix less that uses ``blocks``; free the blocks that nobody uses any more."""
+        """Subtract one retained prefix that uses ``blocks``; free the blocks that nothing else uses."""
         for block in blocks:
             block.num_prefixes -= 1
             if block.num_prefixes == 0 and block.num_sequences == 0:
@@ -150,7 +150,7 @@ class WorkerState:
 
 
 class Workers:
-    """The records of all R-workers by index; also the records of the R-workers that were lost last.
+    """Holds the records of all R-workers by index, and of those lost last.
     Values that are compared across R-workers are arrays.
     """
 

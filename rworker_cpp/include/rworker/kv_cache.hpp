@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -41,6 +42,9 @@ struct Sequence {
     std::int64_t state_base = 0;  // tokens before the sequence's first that its state covers: of earlier segments
     std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
 };
+
+/// Names a sequence in messages.
+inline std::string name_of(std::int64_t sequence_id) { return "sequence " + std::to_string(sequence_id); }
 
 /// Most tokens of a block. Where no layer has attention, tokens need no room in a block, so it may count more tokens,
 /// but it has no more rows of states.

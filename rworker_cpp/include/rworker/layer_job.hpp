@@ -6,6 +6,9 @@
 
 namespace rworker {
 
+/// Multiply-adds that are done, roughly, in the time of reading a byte.
+constexpr std::int64_t kMultiplyAddsPerByte = 4;
+
 /// Rows of one mini-batch in one layer, in the model's dtype; see Worker::submit.
 struct Payload {
     const void *queries, *keys, *values;
