@@ -30,7 +30,7 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 258,
-    "lines that serving imports": 39_922,
+    "lines that serving imports": 40_000,
     "lines of the product": 70_330,
     "files over 300 lines": 0,
     "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks

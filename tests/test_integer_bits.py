@@ -61,12 +61,13 @@ def test_rows_and_threads_change_no_bit(alone: list[str]) -> None:
         assert one == first != many and again == [one, first, many]
 
 
-@pytest.mark.thorough  # The test of two ranks shows this, too.
+@pytest.mark.thorough  # test_integer_products.py compares the kernels of all instruction sets.
 @pytest.mark.skipif("avx2" not in _sworker.integer_isas(), reason="this CPU has no AVX2")
 def test_instruction_sets_change_no_bit(folders: list[Path], alone: list[str]) -> None:
     assert lines_of(folders, [AVX2]) == alone
 
 
+@pytest.mark.thorough  # test_integer_ranks.py compares two ranks with one.
 def test_two_ranks_change_no_bit(folders: list[Path], alone: list[str]) -> None:
     """Two ranks change no bit, even if each has another instruction set."""
     mixed = [PLAIN, AVX2 if "avx2" in _sworker.integer_isas() else PLAIN]

@@ -48,7 +48,9 @@ def test_a_model_runs_with_its_outputs_closed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["doctor", "collect-env", "plan --help", "serve --help"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("doctor", marks=pytest.mark.thorough), "collect-env", "plan --help", "serve --help"]
+)
 def test_commands_print_in_ascii(command: str) -> None:
     done = start(command.split(), LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.stdout and b"UnicodeEncodeError" not in done.stderr, done

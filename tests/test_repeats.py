@@ -83,7 +83,7 @@ def test_a_row_of_experts_has_the_same_bits_in_any_company(name: str, threads: i
     torch.set_num_threads(threads)
     try:
         together = experts(rows, index, weights)
-        for count in range(1, 50):
+        for count in range(1, 50, 1 if threads == 1 else 3):  # threads that wait take most of this test's time
             assert torch.equal(experts(rows[:count], index[:count], weights[:count]), together[:count]), count
     finally:
         torch.set_num_threads(before)

@@ -178,7 +178,7 @@ def test_a_standby_of_ranks_takes_over(tmp_path: Path, way: str, ranks: tuple[in
     Where both have as many ranks, R-workers' sequences are kept. No stopped rank goes on. ``launched``: as torchrun
     would start the ranks; otherwise rank 0 starts the others.
     """
-    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
     with ExitStack() as stack:
         addresses = ",".join(stack.enter_context(r_workers.listening())[1] for _ in range(2))
         common = ("--r-workers", addresses, "--keep-session", "60", "--journal", str(tmp_path / "journal"))
