@@ -56,18 +56,19 @@ class LayersInTwoCalls:
 
     def _made(self, module: Any) -> LayerInTwoCalls | None:
         """Return the two calls of a decoder layer; None if ``module`` is none, or has parts that they do not cover."""
-        children = dict(module.named_children())
+        parts = module.named_children()
+        children = {name: each for name, each in parts if not isinstance(each, torch.nn.Dropout)}
         attention, mlp = children.get("self_attn"), children.get("mlp")
         norms = [_norm_of(children.get(name)) for name in ("input_layernorm", "post_attention_layernorm")]
         activation = self._gated.activation_of(mlp) if mlp else None
         if set(children) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or None in norms:
             return None
         linears: Any = dict(attention.named_children()) if attention else {}
-        qkv, o = (self._linears.products.get(id(linears.get(name))) for name in ("v_proj", "o_proj"))
-        of_qkv = {self._linears.products.get(id(linears.get(name))) for name in ("q_proj", "k_proj", "v_proj")}
-        gate_up, down = (self._linears.products.get(id(getattr(mlp, name, None))) for name in ("up_proj", "down_proj"))
-        products = [product for product in (qkv, o, gate_up, down) if product and not product.is_split]
-        if not activation or of_qkv != {qkv} or len(products) < 4 or any(map(_is_hooked, module.modules())):
+        qkv = self._product_of(attention, "q_proj", "k_proj", "v_proj") or self._product_of(attention, "qkv_proj")
+        gate_up = self._product_of(mlp, "gate_proj", "up_proj") or self._product_of(mlp, "gate_up_proj")
+        found = qkv, self._product_of(attention, "o_proj"), gate_up, self._product_of(mlp, "down_proj")
+        products = [product for product in found if product and not product.is_split]
+        if not activation or len(products) < 4 or any(map(_is_hooked, module.modules())):
             return None
         no_norm = torch.empty(0).numpy(), 0.0, False
         own_norms = [_norm_of(linears[name]) if name in linears else no_norm for name in ("q_norm", "k_norm")]
@@ -75,6 +76,11 @@ class LayersInTwoCalls:
         if None in own_norms or not isinstance(head_dim, int):
             return None
         return _layer_of(module, products, [*norms, *own_norms], head_dim, activation)
+
+    def _product_of(self, module: Any, *names: str) -> IntegerProduct | None:
+        """Return the product that the layers ``names`` of ``module`` share; None if they do not share one."""
+        products = {self._linears.products.get(id(getattr(module, name, None))) for name in names}
+        return products.pop() if len(products) == 1 else None
 
 
 def _norm_of(norm: Any) -> tuple[Any, float, bool] | None:
@@ -143,7 +149,8 @@ class LayerInTwoCalls:
     ) -> torch.Tensor:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
-        if past_key_values is not None or angles is None or x.dtype != self._dtype or len(x) != 1:
+        is_known = past_key_values is None and angles is not None and x.dtype == self._dtype and len(x) == 1
+        if not is_known or angles[0].shape[-1] != self._shapes[0][1]:  # rotary embeddings of a part of each head
             given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
             own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
             return own
