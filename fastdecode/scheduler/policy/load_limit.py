@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -188,9 +189,9 @@ class BalanceFinder:
         differ. At most half of the time is taken as fixed, since noise determines the line if loads are nearly equal.
         """
         loads, seconds = np.array(self._kv_loads), np.array(self._r_seconds)
-        mean_load, mean_seconds = loads.mean(), float(np.median(seconds))
+        mean_load, mean_seconds = loads.mean(), median(self._r_seconds)
         ratio = mean_seconds / mean_load
         slope = ratio if np.ptp(loads) < 0.1 * mean_load else float(np.polyfit(loads, seconds, 1)[0])
         per_token = min(max(slope, ratio / 2), ratio)
         fixed = mean_seconds - per_token * mean_load
-        return int(max(0.0, float(np.median(self._s_seconds)) - fixed) / per_token)
+        return int(max(0.0, median(self._s_seconds) - fixed) / per_token)
