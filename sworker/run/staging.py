@@ -65,11 +65,14 @@ def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS
     chunks, tokens = mini_batch.chunks, mini_batch.token_ids
     counts = chunks["num_rows"]
     ends = np.cumsum(counts)
-    positions = np.arange(len(tokens)) + np.repeat(chunks["context_len"] - (ends - counts), counts)
-    sampled = _logits_rows(chunks, ends)
+    if len(tokens) == len(chunks):  # each chunk has one row
+        positions, wanted, attends = chunks["context_len"], chunks["scored"] | chunks["samples"], chunks["attends"]
+    else:
+        positions = np.arange(len(tokens)) + np.repeat(chunks["context_len"] - (ends - counts), counts)
+        wanted, attends = _wanted_rows(chunks, ends), np.repeat(chunks["attends"], counts)
+    sampled, attending = np.flatnonzero(wanted), _attending_rows(attends)
     padding = np.zeros(max(0, least_rows - len(tokens)), np.int64)
     kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, least_rows - len(sampled)))])
-    attending = _attending_rows(chunks)
     parts = [tokens, padding, positions, padding, kept, attending if isinstance(attending, np.ndarray) else padding[:0]]
     on_device = to_device(np.concatenate(parts), device)
     num_padded = len(tokens) + len(padding)
@@ -104,16 +107,15 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
-def _logits_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the rows that need logits: the last row of a sampling chunk, and all rows of a scored chunk."""
-    wanted = np.repeat(chunks["scored"], chunks["num_rows"])
+def _wanted_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return, by row, whether it needs logits: a sampling chunk's last row does, and each row of a scored chunk."""
+    wanted: np.ndarray = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
-    return np.flatnonzero(wanted)
+    return wanted
 
 
-def _attending_rows(chunks: np.ndarray) -> slice | np.ndarray:
-    """Return the rows that attend on R-workers: as a slice if they come first, else as indices."""
-    attends = np.repeat(chunks["attends"], chunks["num_rows"])
+def _attending_rows(attends: np.ndarray) -> slice | np.ndarray:
+    """Return the rows for which ``attends`` is true: as a slice if they come first, else as indices."""
     count = int(attends.sum())
     return slice(0, count) if attends[:count].all() else np.flatnonzero(attends)
 
