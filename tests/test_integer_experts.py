@@ -15,7 +15,8 @@ from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import SModel
 from fastdecode.sworker.model import packing
 from fastdecode.sworker.model.packed_weight import Sample
-from fastdecode.sworker.products import kernels
+from fastdecode.sworker.products import experts, kernels
+from fastdecode.sworker.products.codes import IntegerCodes
 from fastdecode.sworker.products.kernels import array
 
 ISAS = _sworker.integer_isas()
@@ -95,3 +96,29 @@ def test_a_sample_of_parts_is_that_of_the_whole() -> None:
         whole = torch.randn(shape)
         sample = Sample(whole.numel())
         assert torch.equal(torch.cat([sample.of(part) for part in whole]), Sample(whole.numel()).of(whole)), shape
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+@pytest.mark.slow
+def test_codes_of_packed_experts_are_given_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's codes and its packed weights are never in memory together, also if glibc keeps what is freed."""
+    torch.empty(1 << 24, dtype=torch.int8)  # after this, glibc takes smaller tensors from its heap
+    codes = [IntegerCodes(torch.ones(2048, 1024, dtype=torch.int8), torch.ones(2048), 1024) for _ in range(64)]
+    resident = [resident_bytes()]
+    make = _sworker.IntegerWeights
+
+    def watched(*args: Any) -> Any:
+        made = make(*args)
+        resident.append(resident_bytes())
+        return made
+
+    monkeypatch.setattr(_sworker, "IntegerWeights", watched)
+    packed = experts._packed(codes)
+    assert len(packed) == 64 and len(resident) == 65
+    assert max(resident) - resident[0] < 3 << 25  # all codes have 4 << 25 bytes
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process without mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))

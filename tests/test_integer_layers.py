@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import model_zoo
 from helpers.integer_oracle import own_layer
+from helpers.model_zoo import POSITIONS, RECIPES, Recipe, llama_like
 
 from fastdecode import _sworker
 from fastdecode.api.config import EngineConfig
@@ -18,6 +19,21 @@ from fastdecode.sworker import SModel
 from fastdecode.sworker.model.recorder import Recorder
 from fastdecode.sworker.products.layers import LayerInTwoCalls
 from fastdecode.sworker.run.pipeline import ModelGreenlet
+from fastdecode.sworker.run.staging import to_numpy
+
+OTHERS = {
+    "gemma": Recipe("GemmaConfig", 0.15, 2, llama_like(head_dim=32)),
+    "phi3-partial": Recipe(
+        "Phi3Config", 0.15, 1, llama_like(original_max_position_embeddings=POSITIONS, partial_rotary_factor=0.5)
+    ),
+}
+"""Models like Llama that only these tests need."""
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, recipe in OTHERS.items():
+        monkeypatch.setitem(RECIPES, name, recipe)
 
 
 def loaded(name: str, root: Path, **settings: Any) -> SModel:
@@ -46,13 +62,16 @@ def forward_of(model: SModel, num_rows: int) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "qwen2", "qwen3", "gemma", "phi3", "phi3-partial"])
 def test_bits_are_those_of_the_layers_own_code(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without and with biases and norms of heads; among 1, 5 and 40 rows; also for 1 thread."""
+    """Without and with biases, norms of heads and packed projections; among 1, 5 and 40 rows; also for 1 thread.
+
+    Layers that rotate a part of each head compute by their own code.
+    """
     model = loaded(name, tmp_path, dtype=dtype)
-    assert len(layers_of(model)) == model_zoo.RECIPES[name].settings["num_hidden_layers"]
+    assert len(layers_of(model)) == RECIPES[name].settings["num_hidden_layers"]
     counts, threads = (1, 5, 40), torch.get_num_threads()
     found = [forward_of(model, count) for count in counts]
     torch.set_num_threads(1)
@@ -67,9 +86,9 @@ def test_bits_are_those_of_the_layers_own_code(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "phi3", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "opt"])
 def test_layers_with_other_parts_keep_their_own_code(name: str, tmp_path: Path) -> None:
-    """Four norms, packed projections, experts, and layers without a gate."""
+    """Four norms, experts, and layers without a gate."""
     assert layers_of(loaded(name, tmp_path)) == []
 
 
@@ -133,3 +152,38 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         one.after(x, x[:, :16].copy(), x.copy(), isa, 1)
     with pytest.raises(ValueError, match="x must be"):
         one.before(x[:, :16].copy(), angles, angles, q, k, k, isa, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_in_arrays_gives_the_bits_of_attention_in_tensors(dtype: str, tmp_path: Path) -> None:
+    """The greenlet takes arrays or not; two forwards in turns keep their q, k and v apart."""
+    model = loaded("llama-gqa", tmp_path, dtype=dtype)
+    counts = (3, 5)
+    wanted = [forward_of(model, count) for count in counts]
+    sent: list[list[np.ndarray]] = [[], []]
+
+    def forward(turn: int) -> ModelGreenlet:
+        def attend_rows(*qkv: np.ndarray) -> np.ndarray:
+            greenlets[turn].parent.switch()
+            sent[turn].extend(each.copy() for each in qkv)
+            return qkv[2].repeat(qkv[0].shape[1] // qkv[2].shape[1], axis=1)
+
+        ids = torch.arange(counts[turn]) * 31 % model.vocab_size
+        run = partial(model.code.logits, ids[None], torch.arange(counts[turn])[None] * 3)
+        return ModelGreenlet(run, refuse, attend_rows)
+
+    greenlets = [forward(0), forward(1)]
+    with torch.inference_mode():
+        results: list[Any] = [None, None]
+        while not all(each.dead for each in greenlets):
+            results = [each.switch() if not each.dead else old for each, old in zip(greenlets, results, strict=True)]
+    for turn, (logits, *tensors) in enumerate(wanted):
+        assert torch.equal(results[turn], logits)
+        assert len(sent[turn]) == len(tensors)
+        for found, own in zip(sent[turn], tensors, strict=True):
+            assert np.array_equal(found, to_numpy(own[0].transpose(0, 1)))
+
+
+def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise AssertionError("a layer in two calls passed tensors although arrays were asked for")

@@ -155,10 +155,14 @@ def integer_experts_forward(
 
 def _packed(codes: list[IntegerCodes]) -> list[Any]:
     """Pack each expert's codes for the kernels, and free the unpacked codes at once."""
-    threads, packed = torch.get_num_threads(), []
+    threads, packed, freed = torch.get_num_threads(), [], 0
     for each in codes:
         packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))
+        freed += each.codes.nbytes
         each.codes = each.codes.new_empty((*each.codes.shape,), device="meta")
+        if freed >= 1 << 25:  # otherwise a layer's freed codes would stay beside its packed weights
+            return_free_memory()
+            freed = 0
     return packed
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 
 from fastdecode import _sworker
+from fastdecode.sworker.adapters.calls import DENSE, calls_of
 from fastdecode.sworker.model.fused import OnePassNorm
 from fastdecode.sworker.model.prepack import PROOF_ROWS
 from fastdecode.sworker.model.recorder import Recorder
@@ -20,6 +22,7 @@ from fastdecode.sworker.products.gated import GatedLayers
 from fastdecode.sworker.products.kernels import array
 from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 from fastdecode.sworker.run.pipeline import ModelGreenlet, attend
+from fastdecode.sworker.run.staging import from_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +56,19 @@ class LayersInTwoCalls:
 
     def _made(self, module: Any) -> LayerInTwoCalls | None:
         """Return the two calls of a decoder layer; None if ``module`` is none, or has parts that they do not cover."""
-        children = dict(module.named_children())
+        parts = module.named_children()
+        children = {name: each for name, each in parts if not isinstance(each, torch.nn.Dropout)}
         attention, mlp = children.get("self_attn"), children.get("mlp")
         norms = [_norm_of(children.get(name)) for name in ("input_layernorm", "post_attention_layernorm")]
         activation = self._gated.activation_of(mlp) if mlp else None
         if set(children) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or None in norms:
             return None
         linears: Any = dict(attention.named_children()) if attention else {}
-        qkv, o = (self._linears.products.get(id(linears.get(name))) for name in ("v_proj", "o_proj"))
-        of_qkv = {self._linears.products.get(id(linears.get(name))) for name in ("q_proj", "k_proj", "v_proj")}
-        gate_up, down = (self._linears.products.get(id(getattr(mlp, name, None))) for name in ("up_proj", "down_proj"))
-        products = [product for product in (qkv, o, gate_up, down) if product and not product.is_split]
-        if not activation or of_qkv != {qkv} or len(products) < 4 or any(map(_is_hooked, module.modules())):
+        qkv = self._product_of(attention, "q_proj", "k_proj", "v_proj") or self._product_of(attention, "qkv_proj")
+        gate_up = self._product_of(mlp, "gate_proj", "up_proj") or self._product_of(mlp, "gate_up_proj")
+        found = qkv, self._product_of(attention, "o_proj"), gate_up, self._product_of(mlp, "down_proj")
+        products = [product for product in found if product and not product.is_split]
+        if not activation or len(products) < 4 or any(map(_is_hooked, module.modules())):
             return None
         no_norm = torch.empty(0).numpy(), 0.0, False
         own_norms = [_norm_of(linears[name]) if name in linears else no_norm for name in ("q_norm", "k_norm")]
@@ -72,6 +76,11 @@ class LayersInTwoCalls:
         if None in own_norms or not isinstance(head_dim, int):
             return None
         return _layer_of(module, products, [*norms, *own_norms], head_dim, activation)
+
+    def _product_of(self, module: Any, *names: str) -> IntegerProduct | None:
+        """Return the product that the layers ``names`` of ``module`` share; None if they do not share one."""
+        products = {self._linears.products.get(id(getattr(module, name, None))) for name in names}
+        return products.pop() if len(products) == 1 else None
 
 
 def _norm_of(norm: Any) -> tuple[Any, float, bool] | None:
@@ -101,6 +110,23 @@ def _layer_of(
     return LayerInTwoCalls(module, layer, (heads, kv_heads, head_dim), qkv)
 
 
+class Memory:
+    """Arrays that layers in two calls share within a forward: q, k, v [T, heads, dim], cos and sin [T, dim].
+
+    ``out``: the last layer's output, [1, T, hidden]; ``rows``: an array of the same memory, [T, hidden].
+    """
+
+    def __init__(
+        self, angles: tuple[torch.Tensor, ...], shapes: tuple[tuple[int, int], ...], dtype: torch.dtype
+    ) -> None:
+        """``angles``: cos and sin of a forward, [1, T, dim]; ``shapes``: (heads, dim) of q, k and v."""
+        self.angles, self.shapes = angles, shapes
+        self.cos, self.sin = (array(each[0].contiguous()) for each in angles)
+        self.qkv = tuple(array(torch.empty(len(self.cos), *shape, dtype=dtype)) for shape in shapes)
+        self.out: torch.Tensor | None = None
+        self.rows: Any = None
+
+
 class LayerInTwoCalls:
     """The forward of a decoder layer. Arguments of unknown form go to the layer's own code."""
 
@@ -123,20 +149,30 @@ class LayerInTwoCalls:
     ) -> torch.Tensor:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
-        if past_key_values is not None or angles is None or x.dtype != self._dtype or len(x) != 1:
+        is_known = past_key_values is None and angles is not None and x.dtype == self._dtype and len(x) == 1
+        if not is_known or angles[0].shape[-1] != self._shapes[0][1]:  # rotary embeddings of a part of each head
             given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
             own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
             return own
+        current: Any = getcurrent()
         threads = torch.get_num_threads()
-        rows = array(x[0].contiguous())
-        q, k, v = (torch.empty(len(rows), *shape, dtype=self._dtype) for shape in self._shapes)
-        cos, sin = (array(each[0].contiguous()) for each in angles)
-        self._layer.before(rows, cos, sin, array(q), array(k), array(v), self._isa, threads)
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-        o = attend(self._attention, q, k, v, attention_mask, **(self._options | more))[0]
-        out = torch.empty(rows.shape, dtype=self._dtype)
-        self._layer.after(rows, array(o[0].flatten(1).contiguous()), array(out), self._isa, threads)
-        return out[None]
+        attend_rows = getattr(current, "attend_rows", None) if calls_of(self._attention) is DENSE else None
+        memory = current.memory if attend_rows else None
+        if memory is None or memory.angles is not angles or memory.shapes != self._shapes:
+            memory = Memory(angles, self._shapes, self._dtype)
+        rows = memory.rows if memory.out is x else array(x[0].contiguous())
+        q, k, v = memory.qkv
+        self._layer.before(rows, memory.cos, memory.sin, q, k, v, self._isa, threads)
+        if attend_rows:
+            current.memory, o = memory, attend_rows(q, k, v).reshape(len(rows), -1)
+        else:
+            query, key, value = (from_numpy(each, self._dtype).transpose(0, 1)[None] for each in memory.qkv)
+            attended, _ = attend(self._attention, query, key, value, attention_mask, **(self._options | more))
+            o = array(attended[0].flatten(1).contiguous())
+        memory.out = torch.empty(x.shape, dtype=self._dtype)
+        memory.rows = array(memory.out)[0]
+        self._layer.after(rows, o, memory.rows, self._isa, threads)
+        return memory.out
 
     @torch.inference_mode()
     def is_proven(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from greenlet import getcurrent, greenlet
 from transformers import AttentionInterface
@@ -32,14 +33,22 @@ ATTENTION_NAME = "fastdecode"
 class ModelGreenlet(greenlet):
     """A greenlet that runs a model's forward.
 
-    ``attend`` answers its attention calls. ``convolution``: the last convolution that the forward called, kept until
-    the next recurrence uses it (`states.py`).
+    ``attend`` answers its attention calls. ``attend_rows`` answers them for layers that compute q, k and v [T, heads,
+    dim] in arrays; None if no layer may do so. ``convolution``: the last convolution that the forward called, kept
+    until the next recurrence uses it (`states.py`). ``memory``: arrays that the forward's layers share (`layers.py`).
     """
 
-    def __init__(self, run: Callable[[], Any], attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        attend: Callable[..., torch.Tensor],
+        attend_rows: Callable[..., np.ndarray] | None = None,
+    ) -> None:
         super().__init__(run)
         self.attend = attend
+        self.attend_rows = attend_rows
         self.convolution: Any = None
+        self.memory: Any = None
 
 
 def attend(
@@ -105,9 +114,10 @@ class MiniBatchForward:
         self.mini_batch = mini_batch
         self.packed = packed
         self.layer = 0
-        self.own_greenlet = ModelGreenlet(self._run, self._attend)
         self._code = code
         self._staging = staging or HostStaging(backend)
+        self._send_arrays: Any = getattr(self._staging, "send_arrays", None) if packed.is_plain else None
+        self.own_greenlet = ModelGreenlet(self._run, self._attend, self._send_arrays and self._attend_rows)
         self._prompts = prompts
 
     def _run(self) -> torch.Tensor:
@@ -126,9 +136,12 @@ class MiniBatchForward:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Send q, k, v; attend prompt chunks meanwhile; pause until R-workers answer; return o [1, T, heads, dim]."""
-        num_rows = self.packed.num_rows
-        q, k, v = rows_of(query), rows_of(key)[:num_rows], rows_of(value)[:num_rows]
-        self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
+        q, k, v = rows_of(query), rows_of(key), rows_of(value)
+        if self.packed.is_plain:
+            self._staging.send(self.mini_batch, self.layer, q, k, v)
+        else:
+            k, v = k[: self.packed.num_rows], v[: self.packed.num_rows]
+            self._staging.send(self.mini_batch, self.layer, q[self.packed.attending_rows], k, v)
         if self.packed.tap:
             self.packed.tap.take(self.layer, q)
         here = self.packed.prompt_rows
@@ -141,6 +154,13 @@ class MiniBatchForward:
         self.layer += 1
         remote: torch.Tensor = self.own_greenlet.parent.switch()
         return self._assemble(remote.view(q.dtype), prompts, len(q))
+
+    def _attend_rows(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Do as ``_attend`` for plain rows, with arrays [T, heads, dim]. The result is valid until the next call."""
+        self._send_arrays(self.mini_batch, self.layer, q, k, v)
+        self.layer += 1
+        o: torch.Tensor = self.own_greenlet.parent.switch()
+        return o.numpy()
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
         """Return o of all rows in packed order. ``remote``: rows from R-workers; ``prompts``: each chunk's rows."""

@@ -51,6 +51,11 @@ class PackedRows:
     prompt_rows: tuple[PromptRows, ...]
     tap: Tap | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """True if all rows, none of them padding, attend on R-workers, and nothing else uses their q, k and v."""
+        return self.tap is None and self.attending_rows == slice(0, self.input_ids.shape[1])
+
 
 def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS) -> PackedRows:
     """Return the chunks of a mini-batch as packed rows, in the order in which R-workers get them.
@@ -174,8 +179,14 @@ class HostStaging:
     def send(self, mini_batch: int, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
 
+    def send_arrays(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        """Do as ``send``, for arrays in the form of ``to_numpy``, which must stay unchanged until ``collect``."""
+        self._backend.submit(mini_batch, layer, q, k, v)
+
     def next_ready(self, mini_batches: Sequence[int]) -> int:
         """See ``Staging.next_ready``. Only ``collect`` waits."""
+        if len(mini_batches) == 1:
+            return mini_batches[0]
         return next(filter(self._backend.ready, mini_batches), mini_batches[0])
 
     def collect(self, mini_batch: int) -> torch.Tensor:

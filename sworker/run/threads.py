@@ -67,7 +67,9 @@ class SharedCores:
         """``now``, ``cpu_now``: clocks, in seconds, of elapsed time and of this thread's time on a core."""
         self._all = self.num_threads = threads_now()
         self._threads_now, self._use_threads, self._now, self._cpu_now = threads_now, use_threads, now, cpu_now
-        self._started = self._cpu_started = 0.0
+        self._started = 0.0
+        self._cpu_started: float | None = None
+        self._num_watched = LOSSES[1]
         self._losses: deque[bool] = deque(maxlen=LOSSES[1])
         self._rest_seconds = REST_SECONDS[0]
         self._rests_until = 0.0
@@ -105,25 +107,35 @@ class SharedCores:
 
     def start(self) -> None:
         """Record that model code starts. Use all threads again if the time with fewer threads is over."""
-        self._started, self._cpu_started = self._now(), self._cpu_now()
+        self._started, self._cpu_started = self._now(), self._cpu_now() if self._num_watched else None
         if self._threads_now() != self.num_threads:  # the user's program has changed torch's number of threads
             self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)
 
     def stop(self) -> None:
-        """Record that model code ends. Use fewer threads if this thread repeatedly lost time to another process."""
+        """Record that model code ends. Use fewer threads if this thread repeatedly lost time to another process.
+
+        The clock of this thread's time is slow, so calls read it only for a while after one that took LOST_SECONDS.
+        """
         if self.num_threads == 1:
             return
         now = self._now()
         seconds = now - self._started
-        lost = seconds - (self._cpu_now() - self._cpu_started)
-        # If less than this fraction of the time is lost, one thread fewer would cost more
-        lost_part = 0.3
-        self._losses.append(lost > max(LOST_SECONDS, lost_part * seconds))
+        self._num_watched = LOSSES[1] if seconds > LOST_SECONDS else max(0, self._num_watched - 1)
+        self._losses.append(seconds > LOST_SECONDS and self._is_loss(seconds))
         if sum(self._losses) >= LOSSES[0]:
             self._losses.clear()
             self._rest(now)
+
+    def _is_loss(self, seconds: float) -> bool:
+        """Return whether this thread lost much of the ``seconds`` since ``start``; False if ``start`` read no clock."""
+        if self._cpu_started is None:
+            return False
+        lost = seconds - (self._cpu_now() - self._cpu_started)
+        # If less than this fraction of the time is lost, one thread fewer would cost more
+        lost_part = 0.3
+        return lost > max(LOST_SECONDS, lost_part * seconds)
 
     def _rest(self, now: float) -> None:
         """Use an eighth fewer threads, at least one fewer, for a while.
