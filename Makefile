@@ -103,7 +103,7 @@ build = test "$$(cat $1/.content 2>/dev/null)" = "$(CONTENT)" || { mkdir -p $1 &
   nice $(BIN)/cmake --build $1 --target $3 -j$$(nproc); } > $1/build.log 2>&1 && echo $(CONTENT) > $1/.content || \
   { cat $1/build.log; exit 1; }; }
 
-LITTLE_OPTIMIZATION := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O1
+LITTLE_OPTIMIZATION := -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-Og
 
 # AVX-512 in plain C++ (rworker_cpp/emulation): what this CPU cannot run by itself is tested so, and what it can is held
 # against it bit for bit.

@@ -24,7 +24,8 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from helpers.servers import RunningServer
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as fastdecode.sworker does, but torch may be imported earlier here
+# Less than fastdecode sets: tests share their cores, which threads that spin keep from other tests.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
 """File of another build of ``fastdecode._rworker`` (`make emulated`); then only tests with an ``isa`` run."""

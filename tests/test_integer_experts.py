@@ -14,7 +14,7 @@ from fastdecode import _sworker
 from fastdecode.api.config import EngineConfig
 from fastdecode.sworker import SModel
 from fastdecode.sworker.model import packing
-from fastdecode.sworker.model.packed_weight import Sample
+from fastdecode.sworker.model.packed_weight import FileMaps, Sample
 from fastdecode.sworker.products import experts, kernels
 from fastdecode.sworker.products.codes import IntegerCodes
 from fastdecode.sworker.products.kernels import array
@@ -89,6 +89,23 @@ def test_experts_are_quantized_as_they_are_read(name: str, tmp_path: Path, monke
     )
     assert found.keys() == wanted.keys() and len(found) >= 4
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.slow
+def test_pages_of_joined_experts_are_given_back_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss's files hold all experts of a layer as one tensor, whose pages need not be in memory together."""
+    given: list[torch.Size] = []
+    let_go = FileMaps.let_go
+
+    def noted(maps: FileMaps, tensor: torch.Tensor) -> bool:
+        given.append(tensor.shape)
+        return let_go(maps, tensor)
+
+    monkeypatch.setattr(FileMaps, "let_go", noted)
+    folder = model_zoo.save_model("gpt_oss", tmp_path / "gpt_oss")
+    model = SModel(EngineConfig(str(folder), quantization="int8", device="cpu", skip_tokenizer_init=True))
+    whole = [each.shape for name, each in model.model.named_parameters() if name.endswith("gate_up_proj")]
+    assert len(whole) == 4 and given.count(whole[0][1:]) == 4 * whole[0][0]
 
 
 def test_a_sample_of_parts_is_that_of_the_whole() -> None:

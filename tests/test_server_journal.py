@@ -80,7 +80,11 @@ def servers(place: str, folder: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize(
     ("place", "num_kills"),
-    [("folder", 1), ("r-workers", 2), pytest.param("folder", 5, marks=pytest.mark.thorough)],
+    [
+        ("folder", 1),
+        pytest.param("r-workers", 2, marks=pytest.mark.thorough),  # So does test_standby.py.
+        pytest.param("folder", 5, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_server_s_clients_get_each_token_once(tmp_path: Path, place: str, num_kills: int) -> None:
     """Clients that return after ``kill -9`` have all that clients have who ask when the answer is complete.

@@ -320,6 +320,7 @@ def test_a_killed_s_worker_goes_on_with_what_was_kept(addresses: str, undisturbe
     assert job.answers() == undisturbed
 
 
+@pytest.mark.thorough  # test_standby.py stops a server in this way.
 @pytest.mark.slow
 def test_of_two_s_workers_one_goes_on(addresses: str, tmp_path: Path) -> None:
     """One S-worker is stopped within a step, another takes the session, and the first ends by name when it wakes up."""

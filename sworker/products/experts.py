@@ -41,8 +41,11 @@ def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
         for part in (each for each in PARTS if each not in done):
             weight = getattr(module, part)
             block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
-            codes = [quantized(each.T if module.is_transposed else each, block) for each in weight.data]
+            codes: list[IntegerCodes] = []
             done[part] = codes
+            for each in weight.data:
+                codes.append(quantized(each.T if module.is_transposed else each, block))
+                maps.let_go(each)  # otherwise all experts' pages would stay until the last expert is quantized
             setattr(module, part, PackedWeight.of(weight, unpacker(codes, weight.dtype, bool(module.is_transposed))))
             maps.let_go(weight)
             del weight

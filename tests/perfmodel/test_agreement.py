@@ -13,7 +13,7 @@ from fastdecode.perfmodel.lab.step_mix import StepMix, batch_tokens
 from fastdecode.perfmodel.sizing import Workload
 
 PAIRS = [
-    ("opt-175b", "a100", "graviton4", 1024, 256, "300"),
+    pytest.param("opt-175b", "a100", "graviton4", 1024, 256, "300", marks=pytest.mark.thorough),
     ("llama-13b", "a100", "epyc-9654", 1024, 128, "100"),
     ("kimi-k2", "h200", "threadripper-7995wx", 1024, 256, "300"),
     pytest.param("opt-6.7b", "rtx-5090", "epyc-7452", 256, 256, "100", marks=pytest.mark.thorough),
