@@ -128,7 +128,7 @@ class SessionRun:
 
     def _look(self) -> list[bytes]:
         """Return the plan of a step with one sequence.
-        The frames after it are all its layers, then questions about attention.
+        The next frames are the rows of each layer, then questions about attention.
         """
         self._looked_at = self._id()
         layers = [partial(self._layer, layer) for layer in range(len(self._layout.layers))]
@@ -142,7 +142,7 @@ class SessionRun:
         return self._frame(Kind.PAYLOAD, bytes([self._provider.ConsumeIntInRange(0, 255)]) * size, layer=layer)
 
     def _weigh(self) -> list[bytes]:
-        """Return a question about attention; in most cases of existing layers, and of a row at the sequence's end."""
+        """Return a question about attention, in most cases in existing layers and of a row at the sequence's end."""
         provider, layout = self._provider, self._layout
         layers = [each for each in range(len(layout.layers)) if provider.ConsumeIntInRange(0, 3)] or [0]
         sequence_id = self._looked_at if provider.ConsumeIntInRange(0, 3) else self._id()
@@ -183,7 +183,7 @@ class SessionRun:
         return self._frame(Kind.PING)
 
     def _piece(self) -> tuple[int, int]:
-        """Return the first token and the number of tokens to copy; in most cases these are all tokens."""
+        """Return the first token and the number of tokens to copy; in most cases, the whole sequence."""
         whole = self._provider.ConsumeIntInRange(0, 3)
         return (0, messages.ALL_TOKENS) if whole else (self._tokens(), self._tokens())
 

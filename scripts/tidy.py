@@ -100,7 +100,7 @@ CEILINGS = {
     "docs/structure.md: lines": 180,
     "docs/performance.md: rows": 40,
 }
-"""The most occurrences of each form in pages, and in code with its docstrings, comments and messages."""
+"""The highest count that each form may have: in pages, and in code with its docstrings, comments and messages."""
 
 
 def files(patterns: tuple[str, ...]) -> list[Path]:

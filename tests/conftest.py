@@ -24,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from helpers.servers import RunningServer
 
-# Less than fastdecode sets: tests share their cores, which threads that spin keep from other tests.
+# Fewer turns than fastdecode sets: tests share cores, and a thread that spins keeps a core from other tests.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 EXTENSION = os.environ.get("RWORKER_EXTENSION")
@@ -82,7 +82,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from searching all modules and tests: nothing will free them."""
+    """Exclude loaded modules and collected tests from garbage collection: they live as long as the process."""
     gc.collect()
     gc.freeze()
 

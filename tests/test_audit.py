@@ -111,7 +111,7 @@ def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: 
 
 @pytest.mark.parametrize("settings", [{"r_workers": "inproc:1"}, COPIES, {"dtype": "float16"}])
 def test_no_alarm_where_the_model_gives_nan(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A prompt's rows before the NaN may be NaN too, where a row that is attended alone is finite."""
+    """Rows of a prompt before its NaN may become NaN too. The audit attends each row alone, and finds it finite."""
     model = model_zoo.build_model(NAME)
     model.model.embed_tokens.weight.data[99] = float("nan")
     model.save_pretrained(tmp_path)

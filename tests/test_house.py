@@ -63,7 +63,7 @@ def serving(optional: bool = True) -> set[str]:
 
 
 def lengths_beside() -> list[int]:
-    """Return the number of lines of each C++ file, and of each Python file beside product and tests."""
+    """Return the number of lines of each C++ file, and of each Python file outside the product and its tests."""
     patterns = [f"{folder}/**/*.[ch]pp" for folder in ("rworker_cpp", "sworker/cpp")]
     patterns += [f"{folder}/**/*.py" for folder in ("fuzz", "scripts", "benchmarks", "examples")]
     found = [path.read_text(encoding="utf-8").count("\n") for pattern in patterns for path in ROOT.glob(pattern)]

@@ -93,7 +93,7 @@ def test_experts_are_quantized_as_they_are_read(name: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_pages_of_joined_experts_are_given_back_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss's files hold all experts of a layer as one tensor, whose pages need not be in memory together."""
+    """gpt-oss stores all experts of a layer in one tensor. Its pages are freed expert by expert."""
     given: list[torch.Size] = []
     let_go = FileMaps.let_go
 
@@ -118,7 +118,7 @@ def test_a_sample_of_parts_is_that_of_the_whole() -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.slow
 def test_codes_of_packed_experts_are_given_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's codes and its packed weights are never in memory together, also if glibc keeps what is freed."""
+    """A layer's codes and packed weights are never all in memory at once, even if glibc keeps freed memory."""
     torch.empty(1 << 24, dtype=torch.int8)  # after this, glibc takes smaller tensors from its heap
     codes = [IntegerCodes(torch.ones(2048, 1024, dtype=torch.int8), torch.ones(2048), 1024) for _ in range(64)]
     resident = [resident_bytes()]

@@ -66,9 +66,9 @@ def forward_of(model: SModel, num_rows: int) -> list[torch.Tensor]:
 def test_bits_are_those_of_the_layers_own_code(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without and with biases, norms of heads and packed projections; among 1, 5 and 40 rows; also for 1 thread.
+    """Bits agree with and without biases, per-head norms and packed projections, for 1, 5 and 40 rows, on 1 thread too.
 
-    Layers that rotate a part of each head compute by their own code.
+    Layers with partial rotary embeddings run their own code.
     """
     model = loaded(name, tmp_path, dtype=dtype)
     assert len(layers_of(model)) == RECIPES[name].settings["num_hidden_layers"]
@@ -88,7 +88,7 @@ def test_bits_are_those_of_the_layers_own_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "opt"])
 def test_layers_with_other_parts_keep_their_own_code(name: str, tmp_path: Path) -> None:
-    """Four norms, experts, and layers without a gate."""
+    """Layers with four norms, with experts or without a gate are not replaced."""
     assert layers_of(loaded(name, tmp_path)) == []
 
 
@@ -157,7 +157,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_in_arrays_gives_the_bits_of_attention_in_tensors(dtype: str, tmp_path: Path) -> None:
-    """The greenlet takes arrays or not; two forwards in turns keep their q, k and v apart."""
+    """Greenlets that take arrays get the same bits; two forwards that alternate keep their q, k and v apart."""
     model = loaded("llama-gqa", tmp_path, dtype=dtype)
     counts = (3, 5)
     wanted = [forward_of(model, count) for count in counts]

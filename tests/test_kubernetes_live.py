@@ -36,7 +36,7 @@ SMALL = {
 }
 """Flags that make each component small, and override all others.
 
-A busy machine may keep an R-worker from its heartbeats for seconds; a killed one is noticed by its closed connection.
+On a busy machine, an R-worker may send no heartbeat for seconds. If an R-worker is killed, its connection closes.
 """
 
 

@@ -105,7 +105,7 @@ def test_time_is_in_exactly_one_state(tiny: Tiny) -> None:
 
 
 def test_results_at_once_are_not_waited_for(tiny: Tiny) -> None:
-    """Each result but the last, which is alone, is asked for once: the pipeline has nothing else to wait for."""
+    """The pipeline polls each result once, but not the last result: no other mini-batch is pending then."""
     clock, backend = StateClock(), Recorder()
     with torch.inference_mode():
         Pipeline(backend, clock).run(forwards_of(tiny, backend, 2))

@@ -82,7 +82,7 @@ def servers(place: str, folder: Path) -> Iterator[Start]:
     ("place", "num_kills"),
     [
         ("folder", 1),
-        pytest.param("r-workers", 2, marks=pytest.mark.thorough),  # So does test_standby.py.
+        pytest.param("r-workers", 2, marks=pytest.mark.thorough),  # test_standby.py covers it.
         pytest.param("folder", 5, marks=pytest.mark.thorough),
     ],
 )

@@ -196,7 +196,7 @@ def test_an_r_worker_may_be_lost_while_it_is_asked(llama: tuple[Any, Path]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_shard_tokens": 512, "max_model_len": 1024}])
 def test_no_r_worker_is_lost_where_the_model_gives_nan(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A request that the model fails gets an error; the others get their sources."""
+    """A request with NaN logits gets an error; the other request gets its attention sources."""
     model = model_zoo.build_model("llama-gqa", max_position_embeddings=1024)
     model.model.embed_tokens.weight.data[99] = float("nan")
     model.save_pretrained(tmp_path)

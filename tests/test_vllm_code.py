@@ -206,7 +206,7 @@ def test_the_first_layers_draft(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("kind", packed_weights.FORMATS)
 def test_packed_weights_answer_as_in_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearly all tokens agree in float32. In bfloat16, which 4 bits need, the attentions round differently."""
+    """Nearly all tokens agree in float32. In bfloat16, which 4-bit weights need, the two engines round differently."""
     dtype, least = ("float32", 0.95) if kind == "w8a8" else ("bfloat16", 0.7)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -43,7 +43,7 @@ log = logging.getLogger("fastdecode.r_worker")
 class ZmqChannel(ZmqSocket):
     """Connects one side, usually an S-worker, to the listener at ``address`` ("host:port").
 
-    ``diagnose`` is called while no handshake succeeds. It returns why no handshake succeeds, or "" if unknown.
+    ``diagnose`` is called while no handshake succeeds. The function returns the reason, or "" if unknown.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ZmqChannel(ZmqSocket):
 class ZmqListener(ZmqSocket):
     """Listens for peers. An R-worker serves one S-worker at a time; an S-worker receives JOINs of R-workers.
 
-    The listener answers heartbeats. A connection ends if its peer is silent for the timeout that heartbeats name.
+    The listener answers heartbeats. If a peer is silent for the timeout that its heartbeats name, the connection ends.
     While one peer is served, ``on_stranger`` is called for every other peer that sends a message.
     """
 

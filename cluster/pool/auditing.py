@@ -181,14 +181,14 @@ class RandomAudit(Audit):
         return self._referee.attend(row, rows, self._referee.mode(row.question.layer))
 
     def _judge_alone(self, row: AuditedRow, given: np.ndarray, rows: np.ndarray) -> list[Verdict]:
-        """Return the verdicts where the answer ``given`` differs from attention over the keys and values ``rows``."""
+        """Return the verdicts on ``row``, whose answer ``given`` differs from attention over its keys and values."""
         first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
             if self._referee.meets_nan(row, rows, self._referee.mode(row.question.layer)):
                 return []
             reason = f"its attention in layer {row.question.layer} differs from what its rows give"
             return [Verdict(row.worker, reason)]
-        return [Verdict(-1, "the S-worker's own host computed one row unlike twice: check its memory and processor")]
+        return [Verdict(-1, "the S-worker's own host got two results for one row: check its memory and processor")]
 
     def _judge(self, row: AuditedRow, given: np.ndarray, checked: np.ndarray) -> list[Verdict]:
         """Return the verdicts on ``row``: its R-worker answered ``given``, the second copy's R-worker ``checked``."""

@@ -57,10 +57,10 @@ class Referee:
             cache.end_step()
 
     def meets_nan(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
-        """Return whether attention over all keys and values ``rows`` gives NaN: then nobody can judge ``row``'s answer.
+        """Return True if attention over all of ``rows`` (keys and values) gives NaN, so ``row`` must not be judged.
 
-        If the model overflows at a later token of a span, earlier rows of the span may become NaN too: an R-worker
-        multiplies the later token's value, NaN, by the weight 0. A row that is attended alone skips later tokens.
+        If a later token of a span has NaN as its value, earlier rows of the span may become NaN too: the R-worker
+        multiplies that value by the weight 0. If a row is attended alone, the kernel skips later tokens.
         """
         asked = row.question
         last = replace(row, question=replace(asked, position=max(asked.position, asked.num_tokens - 1)))

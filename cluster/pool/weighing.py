@@ -85,7 +85,7 @@ def joined_norms(parts: Sequence[np.ndarray], sinks: np.ndarray) -> np.ndarray:
     """Return each head's (max, sum) of scores over all ``parts`` and ``sinks`` [heads]: float32 [1, heads, 2]."""
     several = np.concatenate([*parts, np.stack([sinks, np.isfinite(sinks)], -1)[None]]).astype(np.float64)
     most = several[..., 0].max(0)
-    with np.errstate(invalid="ignore"):  # a model that overflows gives a max of infinity or NaN
+    with np.errstate(invalid="ignore"):  # if the model overflows, a max is infinite or NaN
         scale = np.exp(several[..., 0] - np.where(np.isfinite(most), most, 0))
         return np.stack([most, (several[..., 1] * scale).sum(0)], -1)[None].astype(np.float32)
 

@@ -85,7 +85,7 @@ def answer_shape(layout: KVLayout, asked: Weighing) -> tuple[int, ...]:
 def checked_answer(found: np.ndarray, asked: Weighing) -> np.ndarray:
     """Return ``found``, the answer. Raise FrameError for impossible weights or sums.
 
-    NaN, and a max of infinity, are possible: the answers are then as wrong as the model's own numbers.
+    NaN and an infinite max are accepted: a sound R-worker returns them if the model overflows.
     """
     if asked.finds_norms:
         if (found[..., 1] < 0).any():

@@ -118,7 +118,7 @@ def _own_routes(chunks: np.ndarray, bounds: np.ndarray, has_tails: bool) -> list
 
 
 def _with_copies(routes: list[Route], copied: _ByWorker) -> list[Route]:
-    """Return ``routes`` with the rows of k and v that each R-worker stores for its second copies."""
+    """Return ``routes``, extended by the rows of k and v that each R-worker stores for its second copies."""
     return [
         Route(route.q_rows, _joined(route.kv_rows, rows), route.o_rows, route.num_partials)
         for rows, route in zip(copied.rows, routes, strict=True)
@@ -126,7 +126,7 @@ def _with_copies(routes: list[Route], copied: _ByWorker) -> list[Route]:
 
 
 def _recurrent_routes(chunks: np.ndarray, bounds: np.ndarray, copied: _ByWorker | None) -> list[Route]:
-    """Return the routes of recurrent layers: no rows for READ spans, and rows of o for PARTIAL spans."""
+    """Return the routes in recurrent layers. They have no rows for READ spans, and rows of o for PARTIAL spans."""
     routes = _own_routes(chunks, bounds, has_tails=False)
     return _with_copies(routes, copied) if copied else routes
 

@@ -147,8 +147,8 @@ NO_MERGE = Merge(np.zeros(0, MERGED), np.zeros(0, PART))
 @dataclass(frozen=True, eq=False)
 class MiniBatchRoutes:
     """The routes of one mini-batch: a Route per R-worker, and the merging of partial results.
-    ``recurrent``: computes the routes in recurrent layers, if they differ: no rows for READ spans, and rows of o for
-    PARTIAL spans, instead of partial results.
+    ``recurrent``: returns the routes in recurrent layers; None if they equal ``workers``. Recurrent layers have no rows
+    for READ spans, and have rows of o, not partial results, for PARTIAL spans.
     """
 
     workers: tuple[Route, ...]

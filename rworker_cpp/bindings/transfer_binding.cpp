@@ -1,4 +1,4 @@
-// Tokens that leave and enter the R-worker: whole sequences between steps, rows of incoming ones at any time.
+// Bindings that export and import sequences between steps, and move rows of incoming sequences at any time.
 #include <optional>
 
 #include "rworker_binding.hpp"

@@ -1,4 +1,4 @@
-// The control verbs of a step. `reserve` and `commit` are in incoming.cpp.
+// Applies the control verbs of a step. `reserve` and `commit` are in incoming.cpp.
 #include <string>
 
 #include "rworker/kv_cache.hpp"

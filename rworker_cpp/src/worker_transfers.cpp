@@ -1,4 +1,4 @@
-// Sequences and blocks that leave and enter a worker between steps.
+// Exports and imports sequences and blocks between steps.
 #include "rworker/state_job.hpp"
 #include "rworker/worker.hpp"
 
@@ -47,7 +47,7 @@ int Worker::read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, st
     const std::int64_t first = start;
     std::int64_t num_tokens = 0;
     for (const FilePiece& piece : pieces) {
-        require(piece.num_tokens > 0 && piece.offset >= 0, "import: a piece of no tokens, or of none of a file");
+        require(piece.num_tokens > 0 && piece.offset >= 0, "import: a piece has no tokens, or a negative file offset");
         cache_.blocks_bytes(start + num_tokens, piece.num_tokens);
         num_tokens += piece.num_tokens;
     }

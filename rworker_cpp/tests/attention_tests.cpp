@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kAttendedRows = 60, kChecked = 9;
 #ifdef __SANITIZE_THREAD__
-constexpr bool kChecksOutputs = false;  // one thread's arithmetic, which the address sanitizer's build checks
+constexpr bool kChecksOutputs = false;  // the address sanitizer's build checks this arithmetic of one thread
 #else
 constexpr bool kChecksOutputs = true;
 #endif

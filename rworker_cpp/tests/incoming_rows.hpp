@@ -1,4 +1,4 @@
-// Workers of two layers and rows for them, for the tests of incoming sequences.
+// Makes workers with two layers, and rows for these layers, for the tests of incoming sequences.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ inline Worker make_worker(DType kv_dtype, const std::string& isa = "auto", std::
     return Worker({std::vector<LayerSpec>(kLayers, layer), DType::float32, kv_dtype, 32, num_blocks, 2, {}, isa});
 }
 
-/// Rows of one sequence in one layer; every sequence and layer has others.
+/// Rows of one sequence in one layer. Each `seed` gives different rows.
 struct Data {
     std::vector<float> keys, values;
 
@@ -40,7 +40,7 @@ inline void control(Worker& worker, std::vector<Control> controls) {
     worker.end_step();
 }
 
-/// Tokens [begin, end) as append-only rows.
+/// Appends tokens [begin, end), which do not attend.
 inline void append(Worker& worker, std::int64_t sequence_id, const std::vector<Data>& layers, std::int64_t begin,
                    std::int64_t end) {
     worker.begin_step({}, std::vector<std::vector<Span>>{{{sequence_id, begin, end - begin, SpanMode::append}}});

@@ -1,4 +1,4 @@
-// Rows that prefill workers store: the same bytes as appended ones, in whatever pieces and order they come.
+// Rows that prefill workers store have the same bytes as appended rows, in any pieces and any order.
 #include <string>
 #include <vector>
 

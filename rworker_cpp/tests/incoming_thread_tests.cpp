@@ -13,8 +13,8 @@ using namespace incoming_tests;
 
 namespace {
 
-/// One thread reads prefix after prefix, and every third sequence is released meanwhile; the other takes steps, lets the
-/// source of the prefixes go, and has its blocks written anew once no sequence holds them.
+/// One thread reads prefix after prefix. The other takes steps, and releases every third sequence during its reads.
+/// Each prefix's source is released too, so steps overwrite its blocks as soon as no sequence holds them.
 void test_reads_beside_steps() {
     constexpr std::int64_t jobs = 30, context = 96, tokens = 130;
     Worker worker = make_worker(DType::bfloat16, "auto", 40);
@@ -56,7 +56,7 @@ void test_reads_beside_steps() {
     CHECK(worker.statistics().blocks_used == 0);
 }
 
-/// One thread stores sequence after sequence, and every third is released meanwhile; the other takes steps.
+/// One thread stores sequence after sequence. The other takes steps, and releases every third sequence meanwhile.
 void test_stores_beside_steps() {
     constexpr std::int64_t jobs = 30, tokens = 150;
     Worker worker = make_worker(DType::bfloat16, "auto", 200);
@@ -102,7 +102,7 @@ void test_stores_beside_steps() {
     CHECK(worker.statistics().incoming == 0 && worker.statistics().sequences == jobs - jobs / 3 + 2);
 }
 
-/// Each thread reads a piece into its places, while another commits memory, and asks what is in use.
+/// The worker's threads read pieces of a file into blocks, while another thread commits memory.
 void test_blocks_of_a_file() {
     constexpr std::int64_t kTokens = 96, kCut = 32;
     Worker source = make_worker(DType::float32), target = make_worker(DType::float32);

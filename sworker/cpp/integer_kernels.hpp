@@ -64,7 +64,7 @@ struct Scaling {
 /// Kernels of one dtype.
 template <typename T>
 struct IntegerKernelsOf {
-    /// Rotate a row into `y`, of the width padded to LANES; return its largest magnitude, NaN where one is NaN.
+    /// Rotate a row into `y`, padded to a multiple of LANES. Return the largest magnitude in `y`; NaN if one is NaN.
     float (*rotate)(const SourceRows<T>&, std::size_t row, float* y);
     void (*scale)(const Scaling<T>&);
 };

@@ -83,7 +83,7 @@ struct RowKernels {
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
 };
 
-/// The kernels of dtype T in one of the tables: `RowKernels`, or `IntegerKernels`.
+/// Return the kernels of dtype T in `kernels`, a `RowKernels` or `IntegerKernels`.
 template <typename T, typename Kernels>
 const auto& of(const Kernels& kernels) {
     if constexpr (std::is_same_v<T, float>)

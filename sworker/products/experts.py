@@ -163,7 +163,7 @@ def _packed(codes: list[IntegerCodes]) -> list[Any]:
         packed.append(_sworker.IntegerWeights(each.codes.numpy(), each.scales.numpy(), None, each.block, threads))
         freed += each.codes.nbytes
         each.codes = each.codes.new_empty((*each.codes.shape,), device="meta")
-        if freed >= 1 << 25:  # otherwise a layer's freed codes would stay beside its packed weights
+        if freed >= 1 << 25:  # otherwise a layer's freed codes would stay in memory beside its packed weights
             return_free_memory()
             freed = 0
     return packed

@@ -55,7 +55,7 @@ class LayersInTwoCalls:
         self._replaced.clear()
 
     def _made(self, module: Any) -> LayerInTwoCalls | None:
-        """Return the two calls of a decoder layer; None if ``module`` is none, or has parts that they do not cover."""
+        """Return ``module`` as two calls; None for other modules, and for layers that two calls cannot replace."""
         parts = module.named_children()
         children = {name: each for name, each in parts if not isinstance(each, torch.nn.Dropout)}
         attention, mlp = children.get("self_attn"), children.get("mlp")
@@ -78,7 +78,7 @@ class LayersInTwoCalls:
         return _layer_of(module, products, [*norms, *own_norms], head_dim, activation)
 
     def _product_of(self, module: Any, *names: str) -> IntegerProduct | None:
-        """Return the product that the layers ``names`` of ``module`` share; None if they do not share one."""
+        """Return the one product that computes all layers ``names`` of ``module``; None if there is no such product."""
         products = {self._linears.products.get(id(getattr(module, name, None))) for name in names}
         return products.pop() if len(products) == 1 else None
 
@@ -111,9 +111,9 @@ def _layer_of(
 
 
 class Memory:
-    """Arrays that layers in two calls share within a forward: q, k, v [T, heads, dim], cos and sin [T, dim].
+    """Arrays that layers in two calls share in one forward: q, k, v [T, heads, dim], cos and sin [T, dim].
 
-    ``out``: the last layer's output, [1, T, hidden]; ``rows``: an array of the same memory, [T, hidden].
+    ``out``: the output of the layer that ran last, [1, T, hidden]. ``rows``: a view of ``out``, [T, hidden].
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LayerInTwoCalls:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
         is_known = past_key_values is None and angles is not None and x.dtype == self._dtype and len(x) == 1
-        if not is_known or angles[0].shape[-1] != self._shapes[0][1]:  # rotary embeddings of a part of each head
+        if not is_known or angles[0].shape[-1] != self._shapes[0][1]:  # or partial rotary embeddings
             given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
             own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
             return own

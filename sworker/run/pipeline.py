@@ -33,8 +33,8 @@ ATTENTION_NAME = "fastdecode"
 class ModelGreenlet(greenlet):
     """A greenlet that runs a model's forward.
 
-    ``attend`` answers its attention calls. ``attend_rows`` answers them for layers that compute q, k and v [T, heads,
-    dim] in arrays; None if no layer may do so. ``convolution``: the last convolution that the forward called, kept
+    ``attend`` answers the forward's attention calls. ``attend_rows`` answers calls that pass q, k and v as numpy arrays
+    [T, heads, dim]; None if layers must pass tensors. ``convolution``: the last convolution that the forward called,
     until the next recurrence uses it (`states.py`). ``memory``: arrays that the forward's layers share (`layers.py`).
     """
 
@@ -156,7 +156,7 @@ class MiniBatchForward:
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _attend_rows(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Do as ``_attend`` for plain rows, with arrays [T, heads, dim]. The result is valid until the next call."""
+        """Send q, k, v of plain rows; await R-workers; return o [T, heads, dim], valid until the next call."""
         self._send_arrays(self.mini_batch, self.layer, q, k, v)
         self.layer += 1
         o: torch.Tensor = self.own_greenlet.parent.switch()

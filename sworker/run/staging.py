@@ -53,7 +53,7 @@ class PackedRows:
 
     @property
     def is_plain(self) -> bool:
-        """True if all rows, none of them padding, attend on R-workers, and nothing else uses their q, k and v."""
+        """True if no row is padding, all rows attend on R-workers, and nothing else uses the rows' q, k and v."""
         return self.tap is None and self.attending_rows == slice(0, self.input_ids.shape[1])
 
 
@@ -108,7 +108,7 @@ def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> torc
 
 
 def _wanted_rows(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return, by row, whether it needs logits: a sampling chunk's last row does, and each row of a scored chunk."""
+    """Return bool [num_rows], True if a row needs logits: the last of a sampling chunk, and all of a scored chunk."""
     wanted: np.ndarray = np.repeat(chunks["scored"], chunks["num_rows"])
     wanted[ends[chunks["samples"]] - 1] = True
     return wanted
@@ -182,7 +182,7 @@ class HostStaging:
         self._backend.submit(mini_batch, layer, to_numpy(q), to_numpy(k), to_numpy(v))
 
     def send_arrays(self, mini_batch: int, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """Do as ``send``, for arrays in the form of ``to_numpy``, which must stay unchanged until ``collect``."""
+        """Start sending q, k and v in the form of ``to_numpy``. The arrays must not change until ``collect``."""
         self._backend.submit(mini_batch, layer, q, k, v)
 
     def next_ready(self, mini_batches: Sequence[int]) -> int:

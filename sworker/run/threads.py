@@ -116,7 +116,7 @@ class SharedCores:
     def stop(self) -> None:
         """Record that model code ends. Use fewer threads if this thread repeatedly lost time to another process.
 
-        The clock of this thread's time is slow, so calls read it only for a while after one that took LOST_SECONDS.
+        Reading this thread's CPU time is slow: calls read it only at first, and after calls of over LOST_SECONDS.
         """
         if self.num_threads == 1:
             return
@@ -129,7 +129,7 @@ class SharedCores:
             self._rest(now)
 
     def _is_loss(self, seconds: float) -> bool:
-        """Return whether this thread lost much of the ``seconds`` since ``start``; False if ``start`` read no clock."""
+        """Return True if this thread is known to have lost much of the ``seconds`` since ``start``."""
         if self._cpu_started is None:
             return False
         lost = seconds - (self._cpu_now() - self._cpu_started)

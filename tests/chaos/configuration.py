@@ -176,7 +176,7 @@ def _draw_settings(rng: random.Random, kind: str, has_ranges: bool, longest: int
 def _exact(settings: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Return ``settings`` changed so that tokens equal those of one R-worker."""
     has_ranges = "kv_shard_tokens" in settings
-    if architecture in SPARSE and has_ranges:  # sums of picked tokens have another order, and rounding would show it
+    if architecture in SPARSE and has_ranges:  # ranges reorder sums over picked tokens, which rounding would reveal
         settings = settings | {"dtype": "float32", "kv_cache_dtype": "auto"}
         settings.pop("quantization", None)
     if settings["dtype"] != "float32" and (has_ranges or "prefill_workers" in settings):

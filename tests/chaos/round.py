@@ -33,7 +33,7 @@ LOOK_STEPS = 8
 """Steps between two checks of the processes' shared memory."""
 
 LEAST_AUDITED = 4
-"""Rows per layer that a round should audit, at one row per step, before no audit counts as a fault."""
+"""A round that expects more audited rows per layer than this, at one row per step, must have audited some."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Round:
         )
 
     def _watch_hopeless(self, engine: LLMEngine) -> None:
-        """Record of each sequence that a loss concerns whether it fits no remaining R-worker."""
+        """Record, for each sequence that a loss affects, whether the remaining R-workers have no room for it."""
         lost, config = engine.scheduler.members.lost, engine.config
 
         def watched(worker: int) -> Any:
@@ -239,7 +239,7 @@ class Round:
         for number, answers in wanted.items():
             failed = ["error" in {each.finish_reason for each in some} for some in (answers, found.get(number, ()))]
             if failed[1]:
-                if not (failed[0] or any(self._hopeless.values())):  # [0]: the model overflowed in the reference, too
+                if not (failed[0] or any(self._hopeless.values())):  # [0]: the reference failed too
                     self.result.fault(f"tokens: request {number} was given up, and there is room for it")
                 continue
             tokens = [each.tokens for each in found.get(number, ())]

@@ -128,7 +128,7 @@ def serve_and_run(tests: socket.socket, relays: socket.socket) -> None:
 
 
 def run(asked: dict[str, Any]) -> None:
-    """Run the module's ``main``, or the script."""
+    """Run the module's ``main``, the script, or the code after ``-c``."""
     if asked["module"].endswith(".py"):
         runpy.run_path(asked["module"], run_name="__main__")
     elif asked["module"] == "-c":
@@ -138,11 +138,11 @@ def run(asked: dict[str, Any]) -> None:
 
 
 def leave(status: int) -> None:
-    """End this process, if torch is loaded, without destroying all modules.
+    """Exit without destroying modules, if torch is loaded. Otherwise return.
 
-    Python's end would write to each object, so that the system copies 240 MB of shared pages in a third of a second.
-    Threads are joined and exit functions run as in any other end. A rank of an MPI job ends as usual: MPI's own end
-    comes after those.
+    Python's own exit writes to each object, so the system would copy 240 MB of pages that the forks share, in a third
+    of a second. Threads are joined and exit functions run, as in any exit. A rank of an MPI job exits as usual, since
+    MPI finalizes only after the exit functions.
     """
     if "torch" not in sys.modules or "mpi4py.MPI" in sys.modules:
         return

@@ -51,7 +51,7 @@ def save_with_texts(
 def saver(
     root: Path, prompts: list[list[int]], num_tokens: int, **changes: int
 ) -> Callable[[str], tuple[Path, list[list[int]]]]:
-    """Return a function that saves a model of a type under ``root`` once, and returns its folder and its tokens."""
+    """Return a function that saves a tiny model once per model type, and returns its folder and expected tokens."""
 
     @cache
     def save(model_type: str) -> tuple[Path, list[list[int]]]:

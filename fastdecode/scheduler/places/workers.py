@@ -127,13 +127,13 @@ class WorkerState:
         self.controls.append((int(verb), cache_id, source_id, num_tokens))
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Add one sequence that uses ``blocks``."""
+        """Increment the number of sequences that use each of ``blocks``."""
         for block in blocks:
             self.cached -= block.num_sequences == 0
             block.num_sequences += 1
 
     def drop(self, blocks: Iterable[Block]) -> None:
-        """Subtract one sequence that uses ``blocks``; free the blocks that nothing else uses."""
+        """Decrement the number of sequences that use each of ``blocks``; free blocks that nothing else uses."""
         for block in blocks:
             block.num_sequences -= 1
             if block.num_sequences == 0:
@@ -141,7 +141,7 @@ class WorkerState:
                 self.free += block.num_prefixes == 0
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Subtract one retained prefix that uses ``blocks``; free the blocks that nothing else uses."""
+        """Decrement the number of retained prefixes that use each of ``blocks``; free blocks that nothing else uses."""
         for block in blocks:
             block.num_prefixes -= 1
             if block.num_prefixes == 0 and block.num_sequences == 0:
@@ -150,7 +150,7 @@ class WorkerState:
 
 
 class Workers:
-    """Holds the records of all R-workers by index, and of those lost last.
+    """Holds the records of all R-workers by index, and the records of the R-workers lost last.
     Values that are compared across R-workers are arrays.
     """
 

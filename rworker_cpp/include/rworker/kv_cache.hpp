@@ -43,7 +43,7 @@ struct Sequence {
     std::optional<std::int64_t> job_id = {};  // set while rows from `length` on arrive from prefill workers
 };
 
-/// Names a sequence in messages.
+/// Returns the name of a sequence in error messages.
 inline std::string name_of(std::int64_t sequence_id) { return "sequence " + std::to_string(sequence_id); }
 
 /// Most tokens of a block. Where no layer has attention, tokens need no room in a block, so it may count more tokens,

@@ -6,7 +6,7 @@
 
 namespace rworker {
 
-/// Multiply-adds that are done, roughly, in the time of reading a byte.
+/// Approximate number of multiply-adds that a thread computes in the time of reading one byte.
 constexpr std::int64_t kMultiplyAddsPerByte = 4;
 
 /// Rows of one mini-batch in one layer, in the model's dtype; see Worker::submit.
