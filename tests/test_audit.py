@@ -109,13 +109,22 @@ def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: 
         assert_nothing_held(llm.engine)
 
 
-@pytest.mark.parametrize("settings", [{"r_workers": "inproc:1"}, COPIES, {"dtype": "float16"}])
-def test_no_alarm_where_the_model_gives_nan(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Rows of a prompt before its NaN may become NaN too. The audit attends each row alone, and finds it finite."""
-    model = model_zoo.build_model(NAME)
-    model.model.embed_tokens.weight.data[99] = float("nan")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"r_workers": "inproc:1"}, COPIES, {"dtype": "float16"}, {"kv_shard_tokens": 512, "max_model_len": 1024}],
+)
+def test_no_alarm_where_the_model_overflows(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A prompt's rows before the token that overflows may be NaN, too; a row that is attended alone is finite."""
+    model = model_zoo.build_model(NAME, max_position_embeddings=4096)
+    embeddings = model.model.embed_tokens.weight.data
+    if settings.get("dtype") == "float16":  # a value of token 99 is infinite, and finite for other tokens
+        model.model.layers[0].self_attn.v_proj.weight.data[0] = 15000 * embeddings[99] / embeddings[99].norm()
+    else:
+        embeddings[99] = float("nan")
     model.save_pretrained(tmp_path)
-    prompts = [[*range(1, 40), 99, *range(40, 60)], list(range(1, 30))]
+    first = [each % 90 for each in range(1, 560 if "kv_shard_tokens" in settings else 40)]
+    prompts = [[*first, 99, *range(40, 60)], list(range(1, 30))]
     with make_llm(tmp_path, **settings) as llm:
         failed, other = (each.outputs[0] for each in llm.generate(cast(Any, prompts), GREEDY, use_tqdm=False))
         assert (failed.stop_reason, other.finish_reason) == ("the model gave no finite logits", "length")

@@ -184,7 +184,7 @@ class RandomAudit(Audit):
         """Return the verdicts on ``row``, whose answer ``given`` differs from attention over its keys and values."""
         first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
-            if self._referee.meets_nan(row, rows, self._referee.mode(row.question.layer)):
+            if self._referee.overflows(row, rows, self._referee.mode(row.question.layer)):
                 return []
             reason = f"its attention in layer {row.question.layer} differs from what its rows give"
             return [Verdict(row.worker, reason)]
@@ -198,7 +198,7 @@ class RandomAudit(Audit):
         layer = row.question.layer
         if not np.array_equal(own, other):
             return [Verdict(-1, f"a sequence's copies differ in layer {layer}, and no checksum tells which is wrong")]
-        if self._referee.meets_nan(row, own):
+        if self._referee.overflows(row, own):
             return []
         third = self._referee.attend(row, own)
         right = [np.array_equal(third, each) for each in (given, checked)]

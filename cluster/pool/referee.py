@@ -10,7 +10,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool.audited_rows import AuditedRow
 from fastdecode.cluster.r_worker.host import begin_step, block_bytes, make_layer_cache
 from fastdecode.core.auditing import AuditMode
-from fastdecode.core.dtypes import has_nan
+from fastdecode.core.dtypes import is_finite
 from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
@@ -56,16 +56,20 @@ class Referee:
             begin_step(cache, WorkerPlan(release, ()))
             cache.end_step()
 
-    def meets_nan(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
-        """Return True if attention over all of ``rows`` (keys and values) gives NaN, so ``row`` must not be judged.
+    def overflows(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
+        """Return whether attention over all of ``rows`` (keys and values) is not finite, so ``row`` must not be judged.
 
-        If a later token of a span has NaN as its value, earlier rows of the span may become NaN too: the R-worker
-        multiplies that value by the weight 0. If a row is attended alone, the kernel skips later tokens.
+        If a later token of a span has such a value, earlier rows of the span may become NaN: the R-worker multiplies
+        that value by the weight 0. If a row is attended alone, the kernel skips later tokens.
         """
         asked = row.question
         last = replace(row, question=replace(asked, position=max(asked.position, asked.num_tokens - 1)))
-        dtype = self._layout.model_dtype if asked.mode is AuditMode.ATTEND else "float32"
-        return has_nan(self.attend(last, rows, mode), dtype)
+        found = self.attend(last, rows, mode)
+        if asked.mode is AuditMode.ATTEND:
+            return not is_finite(found, self._layout.model_dtype)
+        width = self._layout.layers[asked.layer].partial_shape[-1]
+        partials = found.view(np.float32).reshape(-1, width)
+        return not np.isfinite(partials[:, 1:]).all()  # column 0, the largest score, is -inf where no token is seen
 
     def close(self) -> None:
         """Free the caches; may be called twice."""

@@ -48,11 +48,11 @@ def key_bytes(dim: int, kv_dtype: str) -> int:
     return row_bytes(dim, kv_dtype) + fifth_bits
 
 
-def has_nan(data: np.ndarray, dtype: str) -> bool:
-    """Return whether ``data``, uint8 [num_bytes], holds a NaN among its floats of ``dtype``."""
-    infinity, sign = {"float32": (0x7F800000, 31), "float16": (0x7C00, 15), "bfloat16": (0x7F80, 15)}[dtype]
+def is_finite(data: np.ndarray, dtype: str) -> bool:
+    """Return whether ``data``, uint8 [num_bytes], holds neither NaN nor infinity among its floats of ``dtype``."""
     bits: np.ndarray = data.view(np.uint32) if dtype == "float32" else data.view(np.uint16)
-    return bool(((bits & ((1 << sign) - 1)) > infinity).any())
+    infinity = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[dtype]
+    return bool(((bits & infinity) != infinity).all())
 
 
 def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
