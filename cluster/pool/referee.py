@@ -67,8 +67,7 @@ class Referee:
         found = self.attend(last, rows, mode)
         if asked.mode is AuditMode.ATTEND:
             return not is_finite(found, self._layout.model_dtype)
-        width = self._layout.layers[asked.layer].partial_shape[-1]
-        partials = found.view(np.float32).reshape(-1, width)
+        partials = found.view(np.float32).reshape(-1, self._layout.layers[asked.layer].partial_shape[-1])
         return not np.isfinite(partials[:, 1:]).all()  # column 0, the largest score, is -inf where no token is seen
 
     def close(self) -> None:

@@ -84,7 +84,6 @@ def answer_shape(layout: KVLayout, asked: Weighing) -> tuple[int, ...]:
 
 def checked_answer(found: np.ndarray, asked: Weighing) -> np.ndarray:
     """Return ``found``, the answer. Raise FrameError for impossible weights or sums.
-
     NaN and an infinite max are accepted: a sound R-worker returns them if the model overflows.
     """
     if asked.finds_norms:
