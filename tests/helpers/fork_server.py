@@ -142,9 +142,9 @@ def leave(status: int) -> None:
 
     Python's own exit writes to each object, so the system would copy 240 MB of pages that the forks share, in a third
     of a second. Threads are joined and exit functions run, as in any exit. A rank of an MPI job exits as usual, since
-    MPI finalizes only after the exit functions.
+    MPI finalizes only after the exit functions; so does a rank with vLLM, whose library then removes its shared memory.
     """
-    if "torch" not in sys.modules or "mpi4py.MPI" in sys.modules:
+    if "torch" not in sys.modules or {"mpi4py.MPI", "vllm"} & sys.modules.keys():
         return
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
