@@ -184,7 +184,8 @@ class RandomAudit(Audit):
         """Return the verdicts on ``row``, whose answer ``given`` differs from attention over its keys and values."""
         first, second = self._attend_alone(row, rows), self._attend_alone(row, rows)
         if np.array_equal(first, second) and not np.array_equal(first, given):
-            if self._referee.overflows(row, rows, self._referee.mode(layer := row.question.layer)):
+            layer = row.question.layer
+            if self._referee.overflows(row, rows, self._referee.mode(layer)):
                 return []
             return [Verdict(row.worker, f"its attention in layer {layer} differs from what its rows give")]
         return [Verdict(-1, "the S-worker's own host got two results for one row: check its memory and processor")]

@@ -10,7 +10,7 @@ from fastdecode import _rworker
 from fastdecode.cluster.pool.audited_rows import AuditedRow
 from fastdecode.cluster.r_worker.host import begin_step, block_bytes, make_layer_cache
 from fastdecode.core.auditing import AuditMode
-from fastdecode.core.dtypes import is_finite
+from fastdecode.core.dtypes import WIRE_DTYPE, from_wire
 from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 from fastdecode.kinds import Layer
 from fastdecode.kinds.layout import KVLayout
@@ -66,7 +66,8 @@ class Referee:
         last = replace(row, question=replace(asked, position=max(asked.position, asked.num_tokens - 1)))
         found = self.attend(last, rows, mode)
         if asked.mode is AuditMode.ATTEND:
-            return not is_finite(found, self._layout.model_dtype)
+            dtype = self._layout.model_dtype
+            return not np.isfinite(from_wire(found.view(WIRE_DTYPE[dtype]), dtype)).all()
         partials = found.view(np.float32).reshape(-1, self._layout.layers[asked.layer].partial_shape[-1])
         return not np.isfinite(partials[:, 1:]).all()  # column 0, the largest score, is -inf where no token is seen
 

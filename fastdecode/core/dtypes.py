@@ -48,13 +48,6 @@ def key_bytes(dim: int, kv_dtype: str) -> int:
     return row_bytes(dim, kv_dtype) + fifth_bits
 
 
-def is_finite(data: np.ndarray, dtype: str) -> bool:
-    """Return whether ``data``, uint8 [num_bytes], holds neither NaN nor infinity among its floats of ``dtype``."""
-    bits: np.ndarray = data.view(np.uint32) if dtype == "float32" else data.view(np.uint16)
-    infinity = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[dtype]
-    return bool(((bits & infinity) != infinity).all())
-
-
 def to_wire(values: np.ndarray, dtype: str) -> np.ndarray:
     """Return float32 ``values`` rounded to nearest even as ``dtype``. 16-bit floats become uint16 bits."""
     values = np.ascontiguousarray(values, dtype=np.float32)

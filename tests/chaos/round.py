@@ -7,7 +7,7 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,9 +237,9 @@ class Round:
 
     def _compare(self, wanted: Answers, found: Answers) -> None:
         for number, answers in wanted.items():
-            failed = ["error" in {each.finish_reason for each in some} for some in (answers, found.get(number, ()))]
-            if failed[1]:
-                if not (failed[0] or any(self._hopeless.values())):  # [0]: the reference failed too
+            had_failed, failed = (_has_error(each) for each in (answers, found.get(number, ())))
+            if failed:
+                if not (had_failed or any(self._hopeless.values())):  # had_failed: in the reference
                     self.result.fault(f"tokens: request {number} was given up, and there is room for it")
                 continue
             tokens = [each.tokens for each in found.get(number, ())]
@@ -257,6 +257,10 @@ class Round:
                 self.result.counts["ties"] += 1
                 expected[index] = tokens
         return expected
+
+
+def _has_error(answers: Sequence[Answer]) -> bool:
+    return any(each.finish_reason == "error" for each in answers)
 
 
 def drawn_audit(drawn: Configuration) -> dict[str, Any]:
