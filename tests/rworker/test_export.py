@@ -267,7 +267,7 @@ def test_blocks_are_read_from_a_file_into_their_places(num_threads: int, tmp_pat
         for wrong, message in (
             ([(8, 5, start)], "whole blocks"),
             ([(0, 5, start)], "no tokens"),
-            ([(16, -1, start)], "none of a file"),
+            ([(16, -1, start)], "negative file offset"),
             ([(32, 5, start[:4])], "16 bytes"),
             ([(10_000 * 16, 5, start)], "out of blocks"),
         ):
