@@ -47,6 +47,8 @@ def calibrate(code: ModelCode, hf_config: Any, num_tokens: int) -> str:
     if expert_counts(hf_config):
         raise ConfigError(f"{FLAG}: the experts of {hf_config.model_type} stay rounded to nearest: leave it out")
     products = CalibratedProducts(model)
+    if not any(each.can_round for each in products.products.values()):
+        raise ConfigError(f"{FLAG}: the checkpoint's own int8 weights are used unchanged: leave it out")
     replaced: list[Any] = [FusedRows(model)]
     replaced.append(GatedLayers(model, products.products))
     logger.info("rounding the weights of %d linear layers for %d random tokens", len(products.products), num_tokens)
@@ -193,16 +195,16 @@ class SameEverywhere(TorchDispatchMode):
     """Refuses operations of torch that can have other bits on another machine; computes cosines itself."""
 
     # Operations that move elements, or compute each one with a single rounding
-    KNOWN = frozenset(
-        """_to_copy _unsafe_view add alias arange as_strided cat chunk clone contiguous copy_ detach div embedding empty
-        empty_like expand flatten full gather ge gt index index_select lift_fresh lt mul neg new_empty new_zeros ones
-        permute reshape resolve_conj resolve_neg rsub select slice split split_with_sizes squeeze stack sub t to transpose unbind unsqueeze
-        view zeros zeros_like""".split()
-    )
+    MOVING = """_to_copy _unsafe_view alias arange as_strided cat chunk clone contiguous copy_ detach embedding empty
+        empty_like expand flatten full gather index index_select lift_fresh new_empty new_zeros ones permute reshape
+        resolve_conj resolve_neg select slice split split_with_sizes squeeze stack t to transpose unbind unsqueeze view
+        zeros zeros_like"""
+    COMPUTING = "add div ge gt lt mul neg rsub sub"
 
     def __init__(self, model_type: str) -> None:
         super().__init__()
         self._model_type = model_type
+        self._known = {*self.MOVING.split(), *self.COMPUTING.split()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute ``func``, or raise ConfigError."""
@@ -210,7 +212,7 @@ class SameEverywhere(TorchDispatchMode):
         if name in ("cos", "sin"):
             return cosine(args[0] if name == "cos" else args[0].double() - torch.pi / 2).to(args[0].dtype)
         is_outer = name in ("bmm", "mm") and args[0].shape[-1] == 1  # each sum has one product
-        if name not in self.KNOWN and not is_outer:
+        if name not in self._known and not is_outer:
             raise ConfigError(
                 f"{FLAG}: {name} in a forward of {self._model_type} has other bits on other machines: leave it out"
             )

@@ -110,20 +110,19 @@ def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
 def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Return ``rows`` [rows, width] rotated in blocks, in their own dtype, with additions in one fixed order."""
     part = block & -block
-    mixed, apart = rows, block
+    mixed, apart = rows.T.contiguous(), block  # neighbours in memory are then mixed alike
     for factor in (7, 5, 3):
         while apart // part % factor == 0:
             apart //= factor
-            parts = mixed.unflatten(-1, (-1, factor, apart))
-            total = functools.reduce(torch.add, parts.unbind(-2)).unsqueeze(-2)
-            mixed = (total * (2 / factor) - parts).flatten(-3)
+            parts = mixed.unflatten(0, (-1, factor, apart))
+            total = functools.reduce(torch.add, parts.unbind(1)).unsqueeze(1)
+            mixed = (total * (2 / factor) - parts).flatten(0, 2)
     apart = 1
     while apart < part:
-        pairs = mixed.unflatten(-1, (-1, 2, apart))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        mixed = torch.stack((first + second, first - second), -2).flatten(-3)
+        first, second = mixed.unflatten(0, (-1, 2, apart)).unbind(1)
+        mixed = torch.stack((first + second, first - second), 1).flatten(0, 2)
         apart *= 2
-    return mixed.reshape(rows.shape)
+    return mixed.T.contiguous()
 
 
 def set_codes(linear: Any, codes: IntegerCodes) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from fastdecode.sworker.model.prepack import PROOF_ROWS
 from fastdecode.sworker.products.kernels import activation_of, mostly_equal
-from fastdecode.sworker.products.linears import IntegerLinears, IntegerProduct
 
 logger = logging.getLogger(__name__)
 
