@@ -1,4 +1,4 @@
-"""The house's marks as ceilings that only fall: whoever gets below one lowers it here (docs/structure.md)."""
+"""Marks of the product's structure as ceilings: lower a ceiling when its mark falls (docs/structure.md)."""
 
 from __future__ import annotations
 
