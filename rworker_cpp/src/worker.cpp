@@ -29,7 +29,8 @@ Worker::Worker(WorkerConfig config)
       scratch_(config.num_threads),
       split_values_(config.num_threads),
       edits_(cache_),
-      pool_(config.num_threads, config.cores) {
+      pool_(config.num_threads, config.cores),
+      ahead_(cache_, pool_, config.cores) {
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
         const LayerSpec& layer = config.layers[i];
@@ -71,6 +72,7 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     if (!only_controls) check_weights();
     check_order(mini_batches);
     cache_.begin_step(controls, all_spans(mini_batches));
+    aim_ahead();
     edits_.plan();
     edits_.brief() ? edits_.run_all() : pool_.submit(edits_);
     try {
@@ -81,6 +83,23 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
         throw;
     }
     in_step_ = true;
+}
+
+void Worker::commit_ahead(std::int64_t least) {
+    require(least >= 0, "commit_ahead: least is " + std::to_string(least) + "; it must be at least 0");
+    least_ahead_ = least;
+    aim_ahead();
+}
+
+/// Free blocks that were used before have memory, and they are taken first.
+void Worker::aim_ahead() {
+    constexpr std::int64_t kShare = 4;
+    if (least_ahead_ < 0) return;
+    const BlockPool& pool = cache_.pool();
+    const std::int64_t ahead = std::max({least_ahead_, cache_.num_grown(), pool.num_touched() / kShare});
+    const std::int64_t end = std::min(pool.num_blocks() - pool.num_free() + ahead, pool.num_blocks());
+    ahead_.aim(end);
+    if (end > pool.num_touched()) ahead_.start();
 }
 
 const Worker::MiniBatch& Worker::mini_batch_at(std::int64_t index) const {
@@ -266,7 +285,7 @@ Statistics Worker::statistics() const {
             cache_.num_incoming(),
             tokens,
             bytes_read_,
-            pool.num_touched() * cache_.block_bytes()};
+            std::max(pool.num_touched(), ahead_.end()) * cache_.block_bytes()};
 }
 
 }  // namespace rworker
