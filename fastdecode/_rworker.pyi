@@ -416,9 +416,9 @@ class RWorker:
         """
 
     def commit_ahead(self, least: int = 0) -> None:
-        """From now on, let idle cores commit the memory of free blocks before steps need it.
+        """From now on, while no steps come, commit the memory of free blocks before steps need it.
 
-        This covers one block per sequence of a step, a quarter of all blocks ever used, and ``least`` blocks.
+        These are ``least`` blocks, one per sequence of a step, or half as many as were ever used, whichever is most.
         """
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:

@@ -11,10 +11,10 @@ namespace rworker {
 namespace {
 
 #ifdef RWORKER_PORTABLE
-void run_where_idle(const std::vector<int>&) {}
+void yield_to_all(const std::vector<int>&) {}
 #else
-/// Priority of the calling thread: any other thread takes a core from it at once.
-void run_where_idle(const std::vector<int>& cores) {
+/// Gives the calling thread the lowest priority.
+void yield_to_all(const std::vector<int>& cores) {
     pthread_setname_np(pthread_self(), "rworker-ahead");
     const sched_param none{};
     pthread_setschedparam(pthread_self(), SCHED_IDLE, &none);
@@ -32,14 +32,30 @@ CommitAhead::CommitAhead(const KVCache& cache, const ThreadPool& pool, std::vect
     : cache_(cache), pool_(pool), cores_(std::move(cores)) {}
 
 CommitAhead::~CommitAhead() {
-    stopping_.store(true);
-    asked_.store(-1);  // wakes the thread
-    asked_.notify_all();
+    {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    changed_.notify_all();
     if (thread_.joinable()) thread_.join();
 }
 
 void CommitAhead::aim(std::int64_t end) {
-    if (asked_.exchange(end) != end) asked_.notify_all();
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::exchange(asked_, end) == end) return;
+    }
+    changed_.notify_all();
+}
+
+void CommitAhead::begin_step(double now) {
+    in_step_.store(true, std::memory_order_release);
+    quiet_until_.store(now + kQuietSeconds, std::memory_order_release);
+}
+
+void CommitAhead::end_step(double now) {
+    quiet_until_.store(now + kQuietSeconds, std::memory_order_release);
+    in_step_.store(false, std::memory_order_release);
 }
 
 void CommitAhead::start() noexcept {
@@ -50,15 +66,18 @@ void CommitAhead::start() noexcept {
     }
 }
 
-CommitAhead::Piece CommitAhead::commit_piece() {
-    const std::int64_t touched = cache_.pool().num_touched();
-    if (touched > end()) {  // a step has written these blocks or is about to
-        end_.store(touched, std::memory_order_release);
+CommitAhead::Piece CommitAhead::commit_piece(double now) {
+    if (cache_.pool().num_touched() > end()) {  // a step has written these blocks or is about to
+        end_.store(cache_.pool().num_touched(), std::memory_order_release);
         layer_ = 0;
     }
     const std::int64_t block = end();
-    if (block >= asked_.load()) return Piece::none;
-    if (pool_.is_busy()) return Piece::busy;
+    {
+        const std::lock_guard lock(mutex_);
+        if (block >= asked_) return Piece::none;
+    }
+    if (in_step_.load(std::memory_order_acquire) || now < quiet_until_.load(std::memory_order_acquire) || pool_.is_busy())
+        return Piece::busy;
     cache_.commit_block(layer_, block);
     if (++layer_ == std::int64_t(cache_.layers().size())) {
         layer_ = 0;
@@ -68,13 +87,14 @@ CommitAhead::Piece CommitAhead::commit_piece() {
 }
 
 void CommitAhead::run() {
-    constexpr std::chrono::microseconds kRest{100};  // until the pool is asked again whether it is busy
-    run_where_idle(cores_);
-    while (!stopping_.load()) {
-        const std::int64_t asked = asked_.load();
-        const Piece piece = commit_piece();
-        if (piece == Piece::busy) std::this_thread::sleep_for(kRest);
-        if (piece == Piece::none) asked_.wait(asked);
+    yield_to_all(cores_);
+    for (;;) {
+        const Piece piece = commit_piece(now_seconds());
+        std::unique_lock lock(mutex_);
+        if (piece == Piece::busy)
+            changed_.wait_for(lock, std::chrono::duration<double>(kQuietSeconds), [&] { return stopping_; });
+        if (piece == Piece::none) changed_.wait(lock, [&] { return stopping_ || asked_ > end(); });
+        if (stopping_) return;
     }
 }
 

@@ -71,6 +71,7 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     const bool only_controls = std::ranges::all_of(mini_batches, [](const auto& spans) { return spans.empty(); });
     if (!only_controls) check_weights();
     check_order(mini_batches);
+    ahead_.end_step(now_seconds());
     cache_.begin_step(controls, all_spans(mini_batches));
     aim_ahead();
     edits_.plan();
@@ -83,6 +84,7 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
         throw;
     }
     in_step_ = true;
+    ahead_.begin_step(now_seconds());
 }
 
 void Worker::commit_ahead(std::int64_t least) {
@@ -93,7 +95,7 @@ void Worker::commit_ahead(std::int64_t least) {
 
 /// Free blocks that were used before have memory, and they are taken first.
 void Worker::aim_ahead() {
-    constexpr std::int64_t kShare = 4;
+    constexpr std::int64_t kShare = 2;
     if (least_ahead_ < 0) return;
     const BlockPool& pool = cache_.pool();
     const std::int64_t ahead = std::max({least_ahead_, cache_.num_grown(), pool.num_touched() / kShare});
@@ -234,6 +236,7 @@ StepReport Worker::end_step() {
     edits_.wait();
     cache_.commit_step();
     in_step_ = false;
+    ahead_.end_step(now_seconds());
     report_.blocks_free = cache_.pool().num_free();
     return std::move(report_);
 }
@@ -251,7 +254,9 @@ void Worker::abandon_step() {
     if (written && cache_.states().num_blocks()) settle_others();
     cache_.abandon_step(written);
     cache_.drop_unbegun();
+    aim_ahead();
     in_step_ = false;
+    ahead_.end_step(now_seconds());
 }
 
 /// Some layers have advanced states by rows that they lacked, so the others must too.

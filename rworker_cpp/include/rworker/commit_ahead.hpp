@@ -2,7 +2,9 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -11,15 +13,15 @@
 
 namespace rworker {
 
-/// Keeps the memory of the next blocks committed. Otherwise the system commits pages when a step first writes them,
-/// while the step waits; in virtual machines that takes 2 ms per MB. Blocks are handed out lowest first, so the next
-/// ones are known.
+/// Commits the memory of the next blocks while the worker is idle. Otherwise the system commits pages when a step first
+/// writes them, and the step waits; in virtual machines that takes 2 ms per MB. Blocks are handed out lowest first, so
+/// the next ones are known.
 class CommitAhead {
   public:
     enum class Piece { committed, busy, none };
 
-    /// `pool`: no piece begins while it has a job. The thread of `start` runs on `cores`, so that the memory lies on
-    /// their NUMA node.
+    /// No piece begins while `pool` has a job. The thread of `start` runs on `cores`, so that the memory lies on their
+    /// NUMA node.
     CommitAhead(const KVCache& cache, const ThreadPool& pool, std::vector<int> cores);
     ~CommitAhead();
     CommitAhead(const CommitAhead&) = delete;
@@ -27,13 +29,19 @@ class CommitAhead {
 
     /// Asks for the memory of all blocks below `end`. A lower `end` than before leaves committed memory as it is.
     void aim(std::int64_t end);
-    /// Starts a thread that commits what was asked for. The system runs this thread only where a core would be idle.
-    /// Without such a thread, the first writes commit memory.
+    /// No piece begins while a step is open, nor within kQuietSeconds after the beginning or the end of a step: the
+    /// next step comes soon, and on the cores of an S-worker a piece would delay that worker's products.
+    void begin_step(double now);
+    void end_step(double now);
+    /// Starts a thread that commits what was asked for. The thread has the lowest priority. Where no thread can be
+    /// started, steps commit memory.
     void start() noexcept;
-    /// Commits one layer of the next block, unless the pool has a job or nothing is left. Only one thread may call it.
-    Piece commit_piece();
+    /// Commits one layer of the next block, unless the worker is not idle or nothing is left. One thread may call it.
+    Piece commit_piece(double now);
     /// Blocks below this number are committed, in all layers. Any thread may call it.
     std::int64_t end() const { return end_.load(std::memory_order_acquire); }
+
+    static constexpr double kQuietSeconds = 0.02;
 
   private:
     void run();
@@ -42,8 +50,13 @@ class CommitAhead {
     const ThreadPool& pool_;
     std::vector<int> cores_;
     std::int64_t layer_ = 0;  // the next layer of block `end_`
-    std::atomic<std::int64_t> end_{0}, asked_{0};
-    std::atomic<bool> stopping_{false};
+    std::atomic<std::int64_t> end_{0};
+    std::atomic<double> quiet_until_{0.0};
+    std::atomic<bool> in_step_{false};
+    std::mutex mutex_;  // guards the next two lines
+    std::int64_t asked_ = 0;
+    bool stopping_ = false;
+    std::condition_variable changed_;
     std::thread thread_;
 };
 
