@@ -118,7 +118,7 @@ class CalibratedProducts:
         """Return a hash of all int8 weights."""
         found = hashlib.sha256()
         for codes in filter(None, map(codes_of, self._linears)):
-            found.update(codes.codes.numpy())
+            found.update(codes.codes.numpy().tobytes())
         return found.hexdigest()
 
 
@@ -164,7 +164,7 @@ class CalibratedProduct(SharedProduct):
 def row_codes(rows: torch.Tensor, width: int, block: int, activation: str, num_outputs: int = 512) -> torch.Tensor:
     """Return the int8 codes of ``rows`` [..., inputs] in a product of ``width`` inputs, [rows, width] in int32.
 
-    They are the products of the rows and an identity matrix, of which ``num_outputs`` rows are made at a time.
+    They are the products of the rows and an identity matrix, which is made in parts of ``num_outputs`` rows.
     """
     x, threads, isa = as_rows(rows), torch.get_num_threads(), integer_isa()
     found, peaks = torch.empty(len(x), width, dtype=torch.int32), torch.empty(len(x))
@@ -188,7 +188,7 @@ def _attend(
     with _disable_current_modes():
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         parts = zip(*(each[0].split(LENGTH, 1) for each in (query, key, value)), strict=True)
-        return torch.cat([attended(*each, scale) for each in parts], 1).transpose(0, 1)[None].to(query.dtype)
+        return torch.cat([attended(q, k, v, scale) for q, k, v in parts], 1).transpose(0, 1)[None].to(query.dtype)
 
 
 class SameEverywhere(TorchDispatchMode):

@@ -43,7 +43,7 @@ def quantize_linears(
     """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as it is quantized.
 
     ``published``: readers of int8 weights in the checkpoint, by name. These are used unchanged, not rotated.
-    ``keeps_plain``: keep unquantized weights for a calibration; those of a mapped file take no memory until it.
+    ``keeps_plain``: keep unquantized weights for a calibration. Weights in mapped files take no memory until then.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)

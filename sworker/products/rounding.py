@@ -15,7 +15,7 @@ from fastdecode import _sworker
 from fastdecode.sworker.products.codes import IntegerCodes, rotated
 
 SWEEPS = 4
-"""How often each code is chosen anew. Later sweeps change few codes."""
+"""How often the descent visits each code. Later sweeps change few codes."""
 
 FARTHEST = 8
 """Most steps between a code and the nearest one. This bounds all sums."""
@@ -40,7 +40,9 @@ def round_again(codes: IntegerCodes, weight: torch.Tensor, moments: torch.Tensor
     """
     parts = zip(codes.codes.split(num_outputs), codes.scales.split(num_outputs), weight.split(num_outputs), strict=True)
     for own, scales, part in parts:
-        descend(rotated(part.detach().double(), codes.block) / scales.double()[:, None], own, moments)
+        steps = scales.double()[:, None]
+        exact = rotated(part.detach().double(), codes.block) / steps.where(steps > 0, 1.0)  # 0: weights are all zero
+        descend(exact.nan_to_num_(0.0, 0.0, 0.0), own, moments)
 
 
 def descend(exact: torch.Tensor, codes: torch.Tensor, moments: torch.Tensor, isa: str = "auto") -> None:
