@@ -31,7 +31,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 258,
     "lines that serving imports": 40_000,
-    "lines of the product": 70_800,  # weights rounded again for the rows that they multiply
+    "lines of the product": 70_830,  # weights rounded again for the rows that they multiply
     "files over 300 lines": 0,
     "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,

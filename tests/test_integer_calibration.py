@@ -13,10 +13,10 @@ from helpers import calibrated_codes, model_zoo
 
 from fastdecode import LLM, SamplingParams, _sworker
 from fastdecode.api.config import EngineConfig
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, ModelLoadError
 from fastdecode.sworker import SModel
 from fastdecode.sworker.products import kernels
-from fastdecode.sworker.products.calibration import row_codes
+from fastdecode.sworker.products.calibration import check_ranks, row_codes
 from fastdecode.sworker.products.codes import quantized, rotated, unrotated
 from fastdecode.sworker.products.exact import attended, cosine
 from fastdecode.sworker.products.rounding import FARTHEST, SWEEPS, descend, fraction_bits, moments_of, round_again
@@ -196,6 +196,20 @@ def test_other_quantizations_are_not_calibrated(given: dict[str, str], monkeypat
     monkeypatch.setattr("fastdecode.api.config._has_gpu_driver", lambda: True)
     with pytest.raises(ConfigError, match="int8_calibration_tokens: only quantization int8 on a CPU"):
         EngineConfig(int8_calibration_tokens=100, **given)  # type: ignore[arg-type]
+
+
+class TwoRanks:
+    """Gathers what rank 0 sends, and for rank 1 the same with another last number."""
+
+    size = 2
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, torch.cat([tensor[:-1], tensor[-1:] + 1])]
+
+
+def test_ranks_that_differ_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match="rank 1 rounds weights otherwise than rank 0"):
+        check_ranks(TwoRanks(), "00" * 32)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

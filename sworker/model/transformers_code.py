@@ -82,7 +82,7 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
         optional("integer products").quantize(whole, hf_config, published, dtype, num_tokens > 0)
         if num_tokens:
             # ranks cut the rounded weights, so their number changes none
-            digest += optional("calibration").calibrate(TransformersCode(whole), hf_config, num_tokens)
+            digest += optional("calibration").calibrate(TransformersCode(whole), hf_config, num_tokens, rank)
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):

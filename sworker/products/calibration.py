@@ -15,13 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fastdecode import _sworker
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, FastDecodeError, ModelLoadError
 from fastdecode.sworker.adapters.calls import DENSE, Calls
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
 from fastdecode.sworker.model.prepack import SharedProduct
-from fastdecode.sworker.products.codes import IntegerCodes, codes_of
+from fastdecode.sworker.products.codes import IntegerCodes, Ranks, codes_of
 from fastdecode.sworker.products.exact import attended, cosine
 from fastdecode.sworker.products.gated import GatedLayers
 from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
@@ -38,10 +38,11 @@ LENGTH = 128
 
 
 @torch.inference_mode()
-def calibrate(code: ModelCode, hf_config: Any, num_tokens: int) -> str:
-    """Round the int8 weights of ``code``, which are not packed yet, for ``num_tokens`` random tokens.
+def calibrate(code: ModelCode, hf_config: Any, num_tokens: int, rank: Ranks | None = None) -> str:
+    """Round the int8 weights of ``code``, which are neither cut nor packed yet, for ``num_tokens`` random tokens.
 
-    Return a hash of the weights. Raise ConfigError if they could differ among machines.
+    Return a hash of the weights. Raise ConfigError if they could differ among machines, ModelLoadError if they differ
+    among the ranks.
     """
     model = code.module
     if expert_counts(hf_config):
@@ -65,11 +66,30 @@ def calibrate(code: ModelCode, hf_config: Any, num_tokens: int) -> str:
         ModelGreenlet(run, _attend).switch()
     except AllRoundedError:
         pass
+    except FastDecodeError:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ModelLoadError(f"{FLAG}: the calibrating forward fails ({reason}): leave it out") from error
     finally:
         for each in reversed(replaced):
             each.undo()
         products.undo()
-    return products.digest()
+    digest = products.digest()
+    if rank:
+        check_ranks(rank, digest)
+    return digest
+
+
+def check_ranks(rank: Ranks, digest: str) -> None:
+    """Raise ModelLoadError unless all ranks have the same ``digest`` of the whole model's int8 weights."""
+    found = rank.gather(torch.tensor(list(bytes.fromhex(digest)), dtype=torch.float32))
+    others = [index for index, each in enumerate(found) if not torch.equal(each, found[0])]
+    if others:
+        raise ModelLoadError(
+            f"{FLAG}: rank {others[0]} rounds weights otherwise than rank 0: give all ranks the same checkpoint and "
+            "torch, or leave it out"
+        )
 
 
 class AllRoundedError(Exception):
