@@ -156,10 +156,10 @@ class Staging(Protocol):
         R-workers compute for all of ``mini_batches``.
         """
 
-    def collect(self, mini_batch: int) -> torch.Tensor:
+    def collect(self, mini_batch: int) -> torch.Tensor | np.ndarray:
         """Return o, [attending rows, num_heads, value_head_dim], which stays valid until ``send``.
 
-        Its dtype is the model's, or an integer dtype with the same bits.
+        A tensor on a GPU; on a CPU the backend's array, whose dtype may be an integer dtype with the same bits.
         """
 
     def mark(self) -> None:
@@ -191,9 +191,9 @@ class HostStaging:
             return mini_batches[0]
         return next(filter(self._backend.ready, mini_batches), mini_batches[0])
 
-    def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``. The result shares the backend's memory."""
-        return torch.from_numpy(self._backend.collect(mini_batch))
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """See ``Staging.collect``. The result is the backend's memory."""
+        return self._backend.collect(mini_batch)
 
     def mark(self) -> None:
         """Do nothing."""
