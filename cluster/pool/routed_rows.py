@@ -186,15 +186,14 @@ def transfer_seconds(
     one clock, and 0 where nothing ran. ``arrived``: when o arrived if the S-worker was waiting for it, else 0, since
     then the transfer of o delayed nothing.
     """
-    ran = busy_end > 0
-    order = np.argsort(busy_start[ran])
-    starts, ends, asked = busy_start[ran][order], busy_end[ran][order], submitted[ran][order]
-    could_start = np.maximum(asked, np.concatenate([[0.0], ends[:-1]]))
-    there = float(np.maximum(starts - could_start, 0.0).sum())
-    if arrived is None:
-        return there
-    seen = ran & (arrived > 0)
-    return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
+    back = np.zeros_like(submitted) if arrived is None else arrived
+    # A step has so few calls that lists are some ten times as fast as numpy
+    calls = zip(*(each.ravel().tolist() for each in (busy_start, busy_end, submitted, back)), strict=True)
+    seconds = queue_end = 0.0
+    for start, end, asked, seen in sorted(call for call in calls if call[1] > 0):
+        seconds += max(start - max(asked, queue_end), 0.0) + (max(seen - end, 0.0) if seen else 0.0)
+        queue_end = end
+    return seconds
 
 
 def _busy(routes: Sequence[Route]) -> list[int]:

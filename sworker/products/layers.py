@@ -110,10 +110,6 @@ def _layer_of(
     return LayerInTwoCalls(module, layer, (heads, kv_heads, head_dim), qkv)
 
 
-MADE_AT_ONCE = 1 << 20
-"""Elements of the layers' outputs for which memory is made at once: a torch operation takes 30 µs after attention."""
-
-
 class Memory:
     """Arrays that layers in two calls share in one forward: q, k, v [T, heads, dim], cos and sin [T, dim].
 
@@ -134,7 +130,9 @@ class Memory:
     def next_out(self, width: int) -> Any:
         """Set ``out`` and ``rows`` to new memory for rows of ``width`` elements; return ``rows``."""
         if not self._outs or self._outs[-1][0].shape[2] != width:
-            count = max(1, MADE_AT_ONCE // (len(self.cos) * width))
+            # for several layers at once, since a torch operation takes 30 µs after attention; at most about 2 MB
+            most_elements = 1 << 20
+            count = max(1, most_elements // (len(self.cos) * width))
             made = torch.empty(count, 1, len(self.cos), width, dtype=self.form.dtype)
             self._outs = list(zip(made.unbind(), array(made)[:, 0], strict=True))
         self.out, self.rows = self._outs.pop()
