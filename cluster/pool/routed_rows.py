@@ -37,12 +37,16 @@ class _Share(NamedTuple):
     partials: np.ndarray | None
 
 
-class _Form(NamedTuple):
-    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results."""
+class Form(NamedTuple):
+    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results.
+
+    ``ranks_tokens``: the layer is an index, whose partial results are picks.
+    """
 
     caches_rows: bool
     o: tuple[int, int]
     partials: tuple[int, int]
+    ranks_tokens: bool
 
 
 class RoutedRows:
@@ -52,14 +56,16 @@ class RoutedRows:
     of one kind and shape share their arrays.
     """
 
-    def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
+    def __init__(self, layout: KVLayout, forms: Sequence[Form], routes: MiniBatchRoutes) -> None:
+        """``forms``: the forms of the layout's layers."""
         self.layer: int | None = None
-        self._layout, self._routes = layout, routes
+        self._layout, self._forms, self._routes = layout, forms, routes
         self.busy = _busy(routes.workers)
         self._of_kind: dict[bool, tuple[Sequence[Route], list[int]]] = {True: (routes.workers, self.busy)}
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
-        self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
+        self._shares: dict[Form, tuple[np.ndarray, list[_Share]]] = {}
+        self._form: Form | None = None
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
@@ -68,13 +74,13 @@ class RoutedRows:
 
         q, k, v are as in ``AttentionBackend.submit``.
         """
-        spec, self.layer = self._layout.layers[layer], layer
-        self.busy = self._routes_of(spec.caches_rows)[1]
-        form = _form(spec)
-        if form not in self._shares:
-            self._shares[form] = self._make_shares(len(q), form)
-        self._o, shares = self._shares[form]
-        for worker, in_place, q_rows, kv_rows, o, partials in shares:
+        self.layer, form = layer, self._forms[layer]
+        if form is not self._form:  # mostly all layers have the same form
+            self._form, self.busy = form, self._routes_of(form.caches_rows)[1]
+            if form not in self._shares:
+                self._shares[form] = self._make_shares(len(q), form)
+            self._o = self._shares[form][0]
+        for worker, in_place, q_rows, kv_rows, o, partials in self._shares[form][1]:
             if in_place:
                 yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
             else:
@@ -94,13 +100,18 @@ class RoutedRows:
             )
         return self._o
 
+    @property
+    def ranks_tokens(self) -> bool:
+        """True if the scattered layer is an index, so that ``picks`` must be shared."""
+        return self._form is not None and self._form.ranks_tokens
+
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
         """After ``gather`` of an index layer, yield (index, counts) of each R-worker with partial results.
 
         An index layer picks each query's best tokens on all R-workers together. A count says how many of them are on
         this R-worker: int32 [rows of partial results, heads that pick]. Among equal scores, earlier tokens win.
         """
-        if not (self._spec and self._spec.ranks_tokens):
+        if not (self._spec and self.ranks_tokens):
             return
         none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
         partials = self._partials(self._spec)
@@ -127,7 +138,7 @@ class RoutedRows:
         """The description of the layer that was scattered last."""
         return None if self.layer is None else self._layout.layers[self.layer]
 
-    def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
+    def _make_shares(self, num_rows: int, form: Form) -> tuple[np.ndarray, list[_Share]]:
         """Return the output array o, and each involved R-worker's share of the rows, for layers of ``form``."""
         o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
         routes, busy = self._routes_of(form.caches_rows)
@@ -163,7 +174,7 @@ class RoutedRows:
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
-        form = _form(spec)
+        form = form_of(spec)
         found = [np.zeros((0, *form.partials), np.float32)] * len(self._routes.workers)
         for share in self._shares[form][1]:
             if share.partials is not None:
@@ -202,6 +213,6 @@ def _busy(routes: Sequence[Route]) -> list[int]:
 
 
 @functools.lru_cache(1024)
-def _form(layer: Layer) -> _Form:
+def form_of(layer: Layer) -> Form:
     """Return the form of the results of ``layer``."""
-    return _Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)
+    return Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape, bool(layer.ranks_tokens))
