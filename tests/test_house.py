@@ -31,7 +31,7 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 258,
     "lines that serving imports": 40_000,
-    "lines of the product": 70_420,  # attention in arrays, for layers in two calls
+    "lines of the product": 70_480,  # a kernel for the likeliest token, for every step
     "files over 300 lines": 0,
     "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,
