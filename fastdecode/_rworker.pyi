@@ -415,10 +415,10 @@ class RWorker:
                 with wrong content.
         """
 
-    def commit_blocks(self, first: int, count: int) -> None:
-        """Commit the memory of ``count`` blocks from block ``first`` on, before they are first written.
+    def commit_ahead(self, least: int = 0) -> None:
+        """From now on, while no steps come, commit the memory of free blocks before steps need it.
 
-        Any thread may call this while another takes steps. Raise ValueError for blocks that do not exist.
+        These are ``least`` blocks, one per sequence of a step, or half as many as were ever used, whichever is most.
         """
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:
@@ -454,7 +454,8 @@ class RWorker:
 
         ``blocks_used``, ``blocks_free``, ``blocks_shared`` (held by several sequences), ``sequences``, ``incoming``
         (sequences whose rows have not all arrived), ``tokens`` (committed; a shared token counts once per sequence),
-        ``bytes_read`` (keys and values, in all steps) and ``bytes_committed`` (memory of all blocks ever used).
+        ``bytes_read`` (keys and values, in all steps) and ``bytes_committed`` (memory of all blocks
+        that were ever used or are committed ahead).
         """
 
     def close(self) -> None:

@@ -205,7 +205,7 @@ def _of_states() -> str:
         f"{name}: {_between(text, ', and ', ';')}."
         for name, _, text in (each.partition(": ") for each in not_in_ranges)
     ]
-    found.append(f"- {RANGES}, which these refuse. {' '.join(settings)}")
+    found.append(f"- {RANGES} and refuses these settings. {' '.join(settings)}")
     return "\nOf recurrent states also:\n\n" + "\n".join(found)
 
 

@@ -109,14 +109,28 @@ def test_no_alarm_and_the_same_tokens_where_all_compute_right(way: str, folder: 
         assert_nothing_held(llm.engine)
 
 
+OVERFLOWING: dict[str, tuple[str, dict[str, Any]]] = {
+    "one R-worker": (NAME, {"r_workers": "inproc:1"}),
+    "copies": (NAME, COPIES),
+    "float16": (NAME, {"dtype": "float16"}),
+    "ranges": (NAME, {"kv_shard_tokens": 512, "max_model_len": 1024}),
+    "window": ("mistral", {"r_workers": "inproc:1"}),
+    "window in float16": ("mistral", {"dtype": "float16", **COPIES}),
+    "window in ranges": ("mistral", {"kv_shard_tokens": 512, "max_model_len": 1024, **COPIES}),
+    "chunked window": ("llama4_text", COPIES),
+    "latents": ("deepseek_v3", COPIES),
+}
+"""Ways in which a sequence's overflow reaches other rows. Windows are shorter than a chunk of a prompt."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [{"r_workers": "inproc:1"}, COPIES, {"dtype": "float16"}, {"kv_shard_tokens": 512, "max_model_len": 1024}],
-)
-def test_no_alarm_where_the_model_overflows(settings: dict[str, Any], tmp_path: Path) -> None:
-    """A prompt's rows before the token that overflows may be NaN, too; a row that is attended alone is finite."""
-    model = model_zoo.build_model(NAME, max_position_embeddings=4096)
+@pytest.mark.parametrize("way", OVERFLOWING)
+def test_no_alarm_where_the_model_overflows(way: str, tmp_path: Path) -> None:
+    """Rows that must not see the token that overflows may be NaN, too; a row that is attended alone is finite."""
+    name, settings = OVERFLOWING[way]
+    sizes: dict[str, int] = {"sliding_window": 8} if name == "mistral" else {}
+    sizes |= {"max_position_embeddings": 4096} if "kv_shard_tokens" in settings else {}
+    model = (latent_zoo if way == "latents" else model_zoo).build_model(name, **sizes)
     embeddings = model.model.embed_tokens.weight.data
     if settings.get("dtype") == "float16":  # a value of token 99 is infinite, and finite for other tokens
         model.model.layers[0].self_attn.v_proj.weight.data[0] = 15000 * embeddings[99] / embeddings[99].norm()
@@ -125,7 +139,7 @@ def test_no_alarm_where_the_model_overflows(settings: dict[str, Any], tmp_path: 
     model.save_pretrained(tmp_path)
     first = [each % 90 for each in range(1, 560 if "kv_shard_tokens" in settings else 40)]
     prompts = [[*first, 99, *range(40, 60)], list(range(1, 30))]
-    with make_llm(tmp_path, **settings) as llm:
+    with make_llm(tmp_path, max_num_batched_tokens=64, max_num_seqs=16, **settings) as llm:
         failed, other = (each.outputs[0] for each in llm.generate(cast(Any, prompts), GREEDY, use_tqdm=False))
         assert (failed.stop_reason, other.finish_reason) == ("the model gave no finite logits", "length")
         changes = changes_of(llm)

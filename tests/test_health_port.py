@@ -77,7 +77,7 @@ def place_of(health: HealthPort) -> Place:
 
 @pytest.mark.slow
 def test_an_r_worker_that_cannot_join_says_why(tmp_path: Path) -> None:
-    """First nobody listens at the pool's address, then the key is wrong; the R-worker is alive all the time."""
+    """Nobody listens at the pool's address at first. Then the key is wrong. /live answers ok all the time."""
     key, other = (make_key(tmp_path / name, name * 32) for name in ("key", "other"))
     pool = f"127.0.0.1:{free_port()}"
 
@@ -170,7 +170,7 @@ def test_malformed_requests_harm_only_themselves(sent: bytes, port: HealthPort) 
 
 
 def test_clients_that_say_nothing_are_sent_away(port: HealthPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow clients take all connections; one of them sends a byte now and then."""
+    """Slow clients hold all connections; one client sends a byte now and then."""
     monkeypatch.setattr("fastdecode.cluster.r_worker.health.CLIENT_SECONDS", 0.5)
     place = place_of(port)
     with contextlib.ExitStack() as stack:
@@ -211,7 +211,7 @@ def test_a_port_that_cannot_be_used_is_reported(capfd: pytest.CaptureFixture[str
 
 
 def test_threads_are_not_pinned_under_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers that pinned their threads would all pin them to the host's first cores."""
+    """If containers pinned their threads, all would use the host's first cores."""
     free = take_host(None, 1, 1 << 20)
     assert free.size.cores == free.cores or has_cpu_quota()
     with monkeypatch.context() as quota:

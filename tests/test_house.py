@@ -1,4 +1,4 @@
-"""The house's marks as ceilings that only fall: whoever gets below one lowers it here (docs/structure.md)."""
+"""Marks of the product's structure as ceilings: lower a ceiling when its mark falls (docs/structure.md)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 258,
     "lines that serving imports": 40_000,
-    "lines of the product": 70_480,  # a kernel for the likeliest token, for every step
+    "lines of the product": 70_466,  # sequences that overflow, shared memory of killed ranks
     "files over 300 lines": 0,
-    "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks
+    "files over 300 lines beside the product": 0,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 599,

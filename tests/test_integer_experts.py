@@ -93,19 +93,30 @@ def test_experts_are_quantized_as_they_are_read(name: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_pages_of_joined_experts_are_given_back_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss stores all experts of a layer in one tensor. Its pages are freed expert by expert."""
+    """gpt-oss stores all experts of a layer in one tensor. Its pages are freed expert by expert.
+    Transposed experts of one tensor are turned in the same memory.
+    """
     given: list[torch.Size] = []
-    let_go = FileMaps.let_go
+    let_go, quantized, turned = FileMaps.let_go, experts.quantized, list[int]()
+
+    def watched(weight: torch.Tensor, block: int) -> IntegerCodes:
+        assert weight.is_contiguous()
+        turned.append(weight.data_ptr())
+        return quantized(weight, block)
 
     def noted(maps: FileMaps, tensor: torch.Tensor) -> bool:
         given.append(tensor.shape)
         return let_go(maps, tensor)
 
     monkeypatch.setattr(FileMaps, "let_go", noted)
+    monkeypatch.setattr(experts, "quantized", watched)
     folder = model_zoo.save_model("gpt_oss", tmp_path / "gpt_oss")
     model = SModel(EngineConfig(str(folder), quantization="int8", device="cpu", skip_tokenizer_init=True))
     whole = [each.shape for name, each in model.model.named_parameters() if name.endswith("gate_up_proj")]
     assert len(whole) == 4 and given.count(whole[0][1:]) == 4 * whole[0][0]
+    count = whole[0][0]
+    assert len(turned) == 2 * 4 * count
+    assert all(len(set(turned[first : first + count])) == 1 for first in range(0, len(turned), count))
 
 
 def test_a_sample_of_parts_is_that_of_the_whole() -> None:

@@ -1,245 +1,176 @@
-"""Anthropic's Messages API over a plain HTTP client: whole, streamed, with tools and thoughts, counted, refused."""
+"""A message that a test expects must occur in the source, so a reworded one is noticed without running its test.
+
+Tests quote messages in ``pytest.raises(…, match=…)``: as a literal, or as a name that a loop or ``parametrize`` sets.
+"""
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
-import httpx
 import pytest
-from helpers.processes import PATIENCE_SECONDS
-from helpers.servers import MODEL, RunningServer, serving
 
-from fastdecode.core.errors import RequestError
-from fastdecode.server.messages_request import CountTokensRequest, Thinking, ToolChoice, chat_of_messages
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("fastdecode", "sworker", "cluster", "perfmodel", "rworker_cpp", "tests/helpers", "tests/doubles")
+"""Folders whose texts may be quoted. Links in ``fastdecode`` are not followed."""
 
-pytestmark = pytest.mark.slow
+VALUE = "\0"
+"""Stands for a value that a message names."""
 
-HI: list[Any] = [{"role": "user", "content": "hi"}]
-LOOK = {
-    "name": "look",
-    "description": "Look around.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"where": {"enum": ["here", "there"]}},
-        "required": ["where"],
-        "additionalProperties": False,
-    },
+FOREIGN = {
+    "Bad file descriptor",
+    "choice must be a list of non-empty strings",
+    "does not say its cores and memory",
+    "grammar must be a grammar",
+    "gptq weights with bits",
+    "awq weights with version",
+    "invalid enum value",
+    "is not packed",
+    "must be a number above",
+    "must hold token ids from",
+    "or newer and has",
+    "out of luck",
+    "out of range",
+    "cached tokens beside its states",
+    "a policy wrote to",
+    "refused the step's plan",
+    "refused to export a sequence",
+    "refused to park a sequence",
+    "regex must be a regular expression",
+    "session a was continued by host",
+    "this model asks for a mask that is neither causal nor",
+    "type must be a string",
 }
-CALL = '<tool_call>{"name": "look", "arguments": {"n": 1180591620717411303424}}</tool_call>'
+"""Words of Python, of libraries, of the system and of tests, and words that the product joins from several texts."""
 
 
-@pytest.fixture
-def client(chat_server: RunningServer) -> httpx.Client:
-    return httpx.Client(base_url=chat_server.url, timeout=PATIENCE_SECONDS)
+@cache
+def messages() -> str:
+    """Return all texts of more than one word in the source, one per line, with ``VALUE`` for each value."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    found = [
+        text
+        for path in paths
+        if path.suffix in (".py", ".cpp", ".hpp")
+        for text in texts_of(path.read_text("utf-8"), path.suffix == ".py")
+    ]
+    return "\n".join(found)
 
 
-def ask(client: httpx.Client, **more: Any) -> dict[str, Any]:
-    body = {"model": MODEL, "max_tokens": 24, "messages": HI, "temperature": 0, **more}
-    answer = client.post("/v1/messages", json=body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+def texts_of(source: str, is_python: bool) -> list[str]:
+    """Return the texts of more than one word in ``source``, with ``VALUE`` for each value."""
+    if is_python:
+        joined = re.sub(r'"\s*\n\s*[rf]*"', "", re.sub(r'"""(?:.|\n)*?"""', "", source))
+        joined = joined.replace("{{", "(").replace("}}", ")")
+        value = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+    else:
+        joined = re.sub(r'"\s*\+[^"]*?\+\s*"', "{}", re.sub(r'"\s*\n\s*"', "", source))
+        joined = re.sub(r'\+\s*"', '"{}', re.sub(r'"\s*\+', '{}"', joined))
+        value = r"\{\}"
+    texts = re.findall(r"""\"((?:[^"\\\n]|\\.)*)\"|'([^'\n]*"[^'\n]*)'""", joined)
+    return [re.sub(value, VALUE, re.sub(r"\\(.)", r"\1", one or two)) for one, two in texts if " " in one + two]
 
 
-def events(client: httpx.Client, **more: Any) -> list[dict[str, Any]]:
-    body = {"model": MODEL, "max_tokens": 24, "messages": HI, "temperature": 0, "stream": True, **more}
-    with client.stream("POST", "/v1/messages", json=body) as answer:
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
-    kinds, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert kinds == [f"event: {each['type']}" for each in data]
-    return data
+def quoted() -> Iterator[tuple[str, str]]:
+    """Yield the place and the pattern of each message that a test expects."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text("utf-8")
+        for function in ast.parse(text).body if "match=" in text else ():
+            for expected in matches_in(function):
+                for pattern in values_of(expected, function):
+                    yield f"{path.name}:{expected.lineno}", pattern
 
 
-def added_up(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that a client joins from a stream, whose events must come in Anthropic's order."""
-    assert found[0]["type"] == "message_start" and found[-1]["type"] == "message_stop"
-    message, inputs, is_open = found[0]["message"], {}, False
-    assert message["content"] == [] and message["stop_reason"] is None
-    for event in found[1:-1]:
-        kind, index = event["type"], event.get("index")
-        if kind == "content_block_start":
-            assert index == len(message["content"]) and not is_open
-            message["content"].append(event["content_block"])
-            is_open = True
-        elif kind == "content_block_delta":
-            assert index == len(message["content"]) - 1 and is_open
-            (name,) = set(event["delta"]) - {"type"}
-            wanted = {"text": "text_delta", "thinking": "thinking_delta", "signature": "signature_delta"}
-            assert event["delta"]["type"] == wanted.get(name, "input_json_delta")
-            if name == "partial_json":
-                inputs[index] = inputs.get(index, "") + event["delta"][name]
-            else:
-                message["content"][index][name] += event["delta"][name]
-        elif kind == "content_block_stop":
-            assert index == len(message["content"]) - 1 and is_open
-            is_open = False
-        elif kind == "message_delta":
-            assert not is_open and event is found[-2]
-            message |= event["delta"]
-            message["usage"] = event["usage"]
-        else:
-            assert kind == "ping"
-    for index, text in inputs.items():
-        message["content"][index]["input"] = json.loads(text)
-    return message
+def matches_in(function: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the ``match`` of each ``raises`` in ``function``."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "raises":
+            yield from (each.value for each in node.keywords if each.arg == "match")
 
 
-def test_a_message_is_the_chat_s_answer(client: httpx.Client, chat_server: RunningServer) -> None:
-    """The message and its stream equal the chat's answer, with its tokens counted and the reason for its end."""
-    with client:
-        found = ask(client, system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}])
-        messages = [{"role": "system", "content": "be brief"}, *HI]
-        body = {"messages": messages, "max_tokens": 24, "temperature": 0}
-        _, chat = chat_server.request("/v1/chat/completions", body)
-        assert found["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
-        assert (found["type"], found["role"], found["model"]) == ("message", "assistant", MODEL)
-        assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
-        counted = client.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HI, "system": "be brief"})
-        assert counted.json() == {"input_tokens": found["usage"]["input_tokens"]}
-        assert found["usage"]["output_tokens"] == 24
-        streamed = added_up(events(client, system="be brief"))
-        assert {**streamed, "id": ""} == {**found, "id": ""} and streamed["id"] != found["id"]
-        stop = found["content"][0]["text"][3:5]
-        ended = ask(client, system="be brief", stop_sequences=[stop])
-        assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
-        assert stop not in ended["content"][0]["text"]
+def values_of(expected: ast.expr, function: ast.stmt) -> list[str]:
+    """Return the texts that ``expected`` may be; none if the name is set in a way that is not seen here."""
+    if isinstance(expected, ast.Constant):
+        return [str(expected.value)]
+    if isinstance(expected, ast.JoinedStr):
+        return ["".join(str(each.value) if isinstance(each, ast.Constant) else ".*" for each in expected.values)]
+    if not isinstance(expected, ast.Name):
+        return []
+    return [
+        text
+        for names, rows in settings_in(function)
+        if expected.id in names
+        for row in rows
+        if (chosen := chosen_of(row, names.index(expected.id), len(names)))
+        for text in values_of(chosen, ast.Pass())
+    ]
+
+
+def settings_in(function: ast.stmt) -> Iterator[tuple[list[str], list[ast.expr]]]:
+    """Yield the names that each loop and each ``parametrize`` in ``function`` sets, and the rows of their values."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple | ast.List):
+            yield names_in(node.target), node.iter.elts
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize" and len(node.args) > 1:
+            rows = node.args[1]
+            yield names_in(node.args[0]), rows.elts if isinstance(rows, ast.Tuple | ast.List) else []
+
+
+def names_in(target: ast.expr) -> list[str]:
+    """Return the names in the target of a loop, or in the first argument of ``parametrize``."""
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    return [each.id if isinstance(each, ast.Name) else str(getattr(each, "value", "")) for each in parts]
+
+
+def chosen_of(row: ast.expr, index: int, count: int) -> ast.expr | None:
+    """Return the value at ``index`` of a row of ``count`` values; None if the row is no plain one."""
+    if isinstance(row, ast.Call) and getattr(row.func, "attr", "") == "param":
+        return row.args[index] if index < len(row.args) else None
+    if count == 1:
+        return row
+    return row.elts[index] if isinstance(row, ast.Tuple | ast.List) and index < len(row.elts) else None
+
+
+def runs_of(pattern: str) -> list[str]:
+    """Return the runs of three or more plain words in ``pattern``, a regular expression."""
+    plain = re.sub(r"\([^()]*\)|\[[^\]]*\]|[.][*+?]|[|^$*+?{}()]", "\n", re.sub(r"\\(\W)", r"\1 ", pattern))
+    return re.findall(r"(?<![\w.'-])[A-Za-z][a-z'-]*(?: [a-z][a-z'-]*){2,}(?![\w.'-])", plain)
+
+
+def occurs(run: str, source: str) -> bool:
+    """Return whether a message in ``source`` may contain the plain words ``run``; one of them may be a value."""
+    if run in source:
+        return True
+    words = run.split()
+    for place in range(len(words)):
+        before, after = " ".join(words[:place]), " ".join(words[place + 1 :])
+        if (not before or f"{before} {VALUE}" in source) and (not after or f"{VALUE} {after}" in source):
+            return True
+    return False
+
+
+def test_messages_that_tests_expect_are_in_the_source() -> None:
+    expected = [(run, place) for place, pattern in quoted() for run in runs_of(pattern)]
+    assert len(expected) > 450
+    missing = {run: place for run, place in expected if not occurs(run, messages())}
+    assert {run: place for run, place in missing.items() if run not in FOREIGN} == {}, "were these reworded?"
+    assert FOREIGN - missing.keys() == set(), "these are found"
 
 
 @pytest.mark.parametrize(
-    ("text", "kinds"),
+    ("is_python", "line"),
     [
-        (f"<think>\nso\n</think>\n\nI look.{CALL}{CALL}", ["thinking", "text", "tool_use", "tool_use"]),
-        pytest.param(CALL, ["tool_use"], marks=pytest.mark.thorough),
-        ("I am done", ["text"]),
+        (True, 'f"import: {name} has a negative file offset"'),
+        (True, 'f"import: {name} has a "\n  f"{sign} file offset"'),
+        (False, '"import: " + name + " has a negative "\n  "file offset"'),
+        (False, '"import: " + name + sign +\n" file offset"'),
     ],
 )
-def test_blocks_come_one_after_another(client: httpx.Client, text: str, kinds: list[str]) -> None:
-    asked: dict[str, Any] = {"max_tokens": 300, "tools": [LOOK], "structured_outputs": {"choice": [text]}}
-    one_call = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
-    with client, ThreadPoolExecutor(2) as threads:  # side by side, in the same steps
-        others = [threads.submit(ask, client, **asked, **more) for more in ({}, one_call)]
-        streamed = added_up(events(client, **asked))
-        whole, alone = (each.result() for each in others)
-    assert [each["type"] for each in whole["content"]] == kinds
-    assert whole["stop_reason"] == streamed["stop_reason"] == ("tool_use" if "tool_use" in kinds else "end_turn")
-    for message in (whole, streamed):
-        for block in message["content"]:
-            if block["type"] == "tool_use":
-                assert block["name"] == "look" and block["id"]
-                assert block["input"] == {"n": 2**70}
-            elif block["type"] == "thinking":
-                assert block["thinking"] == "so" and block["signature"]
-            else:
-                assert block["text"] in ("I look.", "I am done")
-    assert sum(each["type"] == "tool_use" for each in alone["content"]) == min(1, kinds.count("tool_use"))
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}], ids=("any", "tool"))
-def test_calls_can_be_forced(client: httpx.Client, choice: Any) -> None:
-    asked: dict[str, Any] = {
-        "max_tokens": 100,
-        "tools": [LOOK],
-        "tool_choice": {**choice, "disable_parallel_tool_use": True},
-    }
-    with client:
-        whole, streamed = ask(client, **asked), added_up(events(client, **asked))
-        cut = ask(client, **{**asked, "max_tokens": 30})
-    for message in (whole, streamed):
-        assert message["stop_reason"] == "tool_use"
-        assert all(each["input"]["where"] in ("here", "there") for each in message["content"])
-    assert cut["stop_reason"] in ("tool_use", "max_tokens") and isinstance(cut["content"][0].get("input", {}), dict)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens must be"),
-        ({"max_tokens": None}, "max_tokens: expected"),
-        ({"messages": []}, "messages must be"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "role must be user or assistant"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "type 'image' are not",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be text, got None"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 3}]}]}, "must be an object"),
-        ({"messages": [{"role": "user", "content": [3]}]}, "a list of blocks"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "got type 'web_search_20250305'"),
-        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "jump"}}, "no tool is named 'jump'"),
-        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported"),
-        ({"output_config": {"format": {"type": "xml"}}}, "format must be"),
-        ({"temperature": -1}, "temperature must be"),
-        ({"model": "another"}, "does not exist"),
-    ],
-)
-def test_errors_have_anthropic_s_shape(client: httpx.Client, wrong: Any, message: str) -> None:
-    body = {"model": MODEL, "max_tokens": 5, "messages": HI, **wrong}
-    with client:
-        for stream in (False, True):
-            answer = client.post("/v1/messages", json={**body, "stream": stream})
-            error = answer.json()
-            kind = "not_found_error" if "model" in wrong else "invalid_request_error"
-            assert answer.status_code == (404 if "model" in wrong else 400), error
-            assert error["type"] == "error" and error["error"]["type"] == kind
-            assert message in error["error"]["message"], error
-
-
-def test_a_key_comes_in_either_header(tmp_path: Any) -> None:
-    with serving(tmp_path, "--api-key", "secret", "--chat-template", "{{ messages[0].content }}") as server:
-        body = {"model": "another", "max_tokens": 1, "messages": HI}
-        right: list[dict[str, str]] = [{"x-api-key": "secret"}, {"authorization": "Bearer secret"}]
-        for headers, status in [*((each, 404) for each in right), ({"x-api-key": "no"}, 401), ({}, 401)]:
-            answer = httpx.post(f"{server.url}/v1/messages", json=body, headers=headers)
-            assert answer.status_code == status and answer.json()["type"] == "error"
-        assert answer.json()["error"]["type"] == "authentication_error"
-        assert httpx.get(f"{server.url}/v1/models", headers={"x-api-key": "secret"}).status_code == 200
-
-
-def chat(**told: Any) -> Any:
-    return chat_of_messages(CountTokensRequest(model="m", **told))
-
-
-def test_conversations_become_chats() -> None:
-    """Results of tools precede the user's text, and thoughts and calls belong to one message."""
-    said: list[Any] = [
-        {"role": "user", "content": "hi"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "x"},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "c1", "name": "look", "input": {"a": "é"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a wall"}]},
-                {"type": "tool_result", "tool_use_id": "c2", "is_error": True},
-                {"type": "text", "text": "and"},
-                {"type": "text", "text": "now?"},
-            ],
-        },
-    ]
-    system = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be brief"}]
-    found = chat(messages=said, system=system, thinking=Thinking("disabled"))
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"a": "é"}'}}
-    assert found.messages == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "a wall"},
-        {"role": "tool", "tool_call_id": "c2", "content": "error"},
-        {"role": "user", "content": "and\nnow?"},
-    ]
-    assert found.chat_template_kwargs == {"enable_thinking": False, "thinking": False} and found.add_generation_prompt
-    begun = chat(messages=[*HI, {"role": "assistant", "content": "It is"}])
-    assert begun.continue_final_message and not begun.add_generation_prompt
-    none = chat(messages=HI, tools=[LOOK], tool_choice=ToolChoice("none"))
-    assert none.tool_choice == "none" and none.tools[0]["function"]["parameters"] == LOOK["input_schema"]
-    with pytest.raises(RequestError, match="tool_use_id of a block"):
-        chat(messages=[{"role": "user", "content": [{"type": "tool_result"}]}])
+def test_a_reworded_message_is_found(is_python: bool, line: str) -> None:
+    (run,) = runs_of("import: .* negative file offset")
+    reworded = line.replace("file offset", "offset in its file")
+    assert occurs(run, "\n".join(texts_of(line, is_python)))
+    assert not occurs(run, "\n".join(texts_of(reworded, is_python)))

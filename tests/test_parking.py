@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,15 @@ import pytest
 from helpers import r_workers
 from helpers.processes import PATIENCE_SECONDS
 
+from fastdecode import _rworker
 from fastdecode.cluster.pool.backend import PoolBackend, PoolParks
 from fastdecode.cluster.pool.inproc import InprocBackend
 from fastdecode.cluster.pool.spawn import SpawnBackend
 from fastdecode.cluster.pool.tcp import TcpBackend
-from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes
+from fastdecode.cluster.r_worker.host import RWorkerSize, block_bytes, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader
-from fastdecode.cluster.r_worker.parking.room import Room
+from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
+from fastdecode.cluster.r_worker.parking.parker import Parker
 from fastdecode.cluster.wire.frames import Kind
 from fastdecode.cluster.wire.parked import (
     WAKE,
@@ -146,37 +147,27 @@ def test_what_the_system_has_not_in_memory_is_fetched_by_the_thread_of_the_disk(
     assert fetched == [0, 1, 2]
 
 
-def test_memory_of_the_next_blocks_is_committed_while_nothing_else_is_to_be_done() -> None:
-    """Blocks beyond those in use are committed once each: as many as asked for, but at most an eighth of the cache."""
-    worker = FakeWorker()
-    with ThreadPoolExecutor(1) as threads:
-        room = Room(worker, threads)  # type: ignore[arg-type]
-        room.keep(0, at_once=True)
-        room.keep(30 * worker.block_bytes - 1, at_once=True)
-        _until(lambda: worker.committed == list(range(30)))
-        worker.blocks_touched = 20
-        _until(lambda: worker.committed == list(range(50)))
-        room.keep(1 << 40)
-        _until(lambda: worker.committed == list(range(120)))
-        room.stop()
-        worker.blocks_touched = 50
-        room.keep(30 * worker.block_bytes)
-        worker.blocks_touched = 790
-        _until(lambda: worker.committed == [*range(120), *range(790, 800)])
-        room.stop()
+def test_an_idle_r_worker_commits_memory_for_parked_chains(tmp_path: Path) -> None:
+    """A new R-worker that finds a chain on the disk commits an eighth of its cache, and one without chains nothing."""
+    place = ParkPlace(tmp_path, None, 0.0)
+    with contextlib.closing(InprocBackend([SIZE], BLOCK_SIZE, park=place)) as backend:
+        backend.open(LAYOUT)
+        parks, _ = PoolParks(backend), _fill(backend, 7)
+        parks.chains(0, "model")
+        assert _ended(lambda: parks.park(0, 7, CHAIN)).progress is Progress.DONE
+    for number, num_parts in ((0, 8), (1, SIZE.kv_cache_bytes)):
+        worker = make_rworker(LAYOUT, BLOCK_SIZE, SIZE)
+        expected = worker.num_blocks // num_parts * worker.block_bytes
+        with (
+            contextlib.closing(worker),
+            contextlib.closing(ParkDirectory(place.of(number))) as directory,
+            contextlib.closing(Parker(worker, directory, LAYOUT)),
+        ):
+            _until(partial(_has_committed, worker, expected))
 
 
-class FakeWorker:
-    """An R-worker of 800 blocks that notes which are committed."""
-
-    num_blocks, block_bytes = 800, 100_000
-    blocks_touched = 0
-
-    def __init__(self) -> None:
-        self.committed: list[int] = []
-
-    def commit_blocks(self, first: int, count: int) -> None:
-        self.committed += range(first, first + count)
+def _has_committed(worker: _rworker.RWorker, num_bytes: int) -> bool:
+    return worker.statistics()["bytes_committed"] == num_bytes
 
 
 def _until(holds: Callable[[], bool]) -> None:

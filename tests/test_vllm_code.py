@@ -89,6 +89,21 @@ def test_two_ranks_share_the_model(name: str, zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(500)
+def test_killed_ranks_leave_no_memory_behind(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks inherit one name of shared memory from their parent, as they do if the parent itself uses vLLM.
+    Memory by this name would outlive the first ranks, and the next ranks could not make theirs.
+    """
+    monkeypatch.setenv("VLLM_DIST_IDENT", f"test-{os.getpid()}")
+    folder, wanted = zoo["llama-gqa"]
+    job = job_of_ranks(folder, {"r_workers": "inproc:1"})
+    with pytest.raises(AssertionError):
+        run_ranks(2, [job | {"die_at": 3}], tmp_path)
+    assert not list(Path("/dev/shm").glob(f"*test-{os.getpid()}*"))
+    (result,) = run_ranks(2, [job], tmp_path)
+    assert [tokens for (tokens,) in result["tokens"]] == wanted
+
+
+@pytest.mark.timeout(500)
 def test_ranks_that_cannot_share_the_model_are_refused(zoo: Zoo, tmp_path: Path) -> None:
     odd = {"num_attention_heads": 5, "num_key_value_heads": 5}, {"intermediate_size": 129}
     ways = [{"journal": str(tmp_path / "journal")}, *({"hf_overrides": each, "load_format": "dummy"} for each in odd)]

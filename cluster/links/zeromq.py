@@ -166,7 +166,7 @@ class ZmqListener(ZmqSocket):
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def accept(self, timeout_seconds: float) -> PeerChannel | None:
-        """Return the channel to the sender of the first message; None if none came in time."""
+        """Return the channel to the sender of the first message; None if no message came in time."""
         if not self.poll(timeout_seconds):
             self.look_at_connections()
             return None
@@ -196,7 +196,7 @@ class ZmqListener(ZmqSocket):
             raise ConnectionError(error.strerror) from None
 
     def reaches(self, identity: bytes) -> bool:
-        """Return whether the peer ``identity`` is connected, by sending it an empty message, which it ignores."""
+        """Return whether the peer ``identity`` is connected: send an empty message, which the peer ignores."""
         try:
             self.send_to(identity, [b""], waits=False)
         except ConnectionError:
@@ -216,7 +216,7 @@ class ZmqListener(ZmqSocket):
             log.warning("refused: a peer that does not hold this R-worker's key, or has another --security")
         elif new:
             log.info(
-                "a connection ended before its handshake: its peer has another --security or key, only looked whether "
+                "a connection ended before its handshake: its peer has another --security or key, only tested whether "
                 "this port is open, or left at once"
             )
         return bool(events & zmq.EVENT_DISCONNECTED)

@@ -131,7 +131,7 @@ class PoolBackend(PoolMembers):
             if waits:
                 self._arrived[index, mini_batch, rows.layer] = time.perf_counter()
         o = rows.gather(self._arithmetic.of_merges)
-        for index, counts in rows.picks() if rows.ranks_tokens else ():
+        for index, counts in rows.picks():
             self._tell(index, "what its ranges pick", methodcaller("share", mini_batch, rows.layer, counts))
         if self.audit.is_on:
             self.audit.arrived(mini_batch, rows, o)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from fastdecode import _rworker
@@ -13,6 +14,7 @@ from fastdecode.core.auditing import AuditMode
 from fastdecode.core.dtypes import WIRE_DTYPE, from_wire
 from fastdecode.core.types import CONTROL, Verb, WorkerPlan
 from fastdecode.kinds import Layer
+from fastdecode.kinds.attending import Attending
 from fastdecode.kinds.layout import KVLayout
 
 
@@ -39,10 +41,14 @@ class Referee:
 
         ``mode``: the mode in which the R-worker returned ``rows``.
         """
+        return self._attend(row, self._layout.layers[row.question.layer], rows, mode)
+
+    def _attend(self, row: AuditedRow, layer: Layer, rows: np.ndarray, mode: AuditMode) -> np.ndarray:
+        """Return the answer for ``row`` in a layer like ``layer``, uint8 [num_bytes]."""
         asked = row.question
         if row.query is None:
             raise ValueError("the row's query was not kept")
-        cache = self._cache(self._layout.layers[asked.layer], asked.num_tokens)
+        cache = self._cache(layer, asked.num_tokens)
         num_full = asked.num_tokens // self._block_size * self._block_size if mode is AuditMode.BLOCKS else 0
         num_bytes = num_full * len(rows) // asked.num_tokens
         try:
@@ -57,18 +63,23 @@ class Referee:
             cache.end_step()
 
     def overflows(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
-        """Return whether attention over all of ``rows`` (keys and values) is not finite, so ``row`` must not be judged.
+        """Return whether the query or any of ``rows`` (keys and values) is not finite, so ``row`` must not be judged.
 
-        If a later token of a span has such a value, earlier rows of the span may become NaN: the R-worker multiplies
-        that value by the weight 0. If a row is attended alone, the kernel skips later tokens.
+        The R-worker multiplies the values of tokens that a row must not see by the weight 0: tokens of the same span
+        that come later, and tokens of the same tile that precede the row's window. If such a value is not finite, the
+        row may become NaN. A row that is attended alone reads fewer of these tokens. So all tokens are attended here,
+        without a window.
         """
-        asked = row.question
+        asked, layer, dtype = row.question, self._layout.layers[row.question.layer], self._layout.model_dtype
+        if row.query is None or not _is_finite(row.query, dtype):
+            return True
+        if isinstance(layer, Attending):
+            layer = msgspec.structs.replace(layer, window=0, chunked=False)
         last = replace(row, question=replace(asked, position=max(asked.position, asked.num_tokens - 1)))
-        found = self.attend(last, rows, mode)
+        found = self._attend(last, layer, rows, mode)
         if asked.mode is AuditMode.ATTEND:
-            dtype = self._layout.model_dtype
-            return not np.isfinite(from_wire(found.view(WIRE_DTYPE[dtype]), dtype)).all()
-        partials = found.view(np.float32).reshape(-1, self._layout.layers[asked.layer].partial_shape[-1])
+            return not _is_finite(found, dtype)
+        partials = found.view(np.float32).reshape(-1, layer.partial_shape[-1])
         return not np.isfinite(partials[:, 1:]).all()  # column 0, the largest score, is -inf where no token is seen
 
     def close(self) -> None:
@@ -95,3 +106,8 @@ class Referee:
             cache = make_layer_cache(replace(self._layout, layers=(layer,)), room, 1, (), self._block_size)
             self._caches[layer] = room, cache
         return cache
+
+
+def _is_finite(values: np.ndarray, dtype: str) -> bool:
+    """Return whether ``values``, C-contiguous bytes or elements of ``dtype``, are all finite."""
+    return bool(np.isfinite(from_wire(values.reshape(-1).view(WIRE_DTYPE[dtype]), dtype)).all())

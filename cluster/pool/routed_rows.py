@@ -38,15 +38,11 @@ class _Share(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results.
-
-    ``ranks_tokens``: the layer is an index, whose partial results are picks.
-    """
+    """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results."""
 
     caches_rows: bool
     o: tuple[int, int]
     partials: tuple[int, int]
-    ranks_tokens: bool
 
 
 class RoutedRows:
@@ -66,6 +62,7 @@ class RoutedRows:
         self._zeroed: list[slice] = []
         self._shares: dict[Form, tuple[np.ndarray, list[_Share]]] = {}
         self._form: Form | None = None
+        self._spec: Layer | None = None
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
@@ -74,7 +71,7 @@ class RoutedRows:
 
         q, k, v are as in ``AttentionBackend.submit``.
         """
-        self.layer, form = layer, self._forms[layer]
+        self.layer, self._spec, form = layer, self._layout.layers[layer], self._forms[layer]
         if form is not self._form:  # mostly all layers have the same form
             self._form, self.busy = form, self._routes_of(form.caches_rows)[1]
             if form not in self._shares:
@@ -100,18 +97,13 @@ class RoutedRows:
             )
         return self._o
 
-    @property
-    def ranks_tokens(self) -> bool:
-        """True if the scattered layer is an index, so that ``picks`` must be shared."""
-        return self._form is not None and self._form.ranks_tokens
-
     def picks(self) -> Iterator[tuple[int, np.ndarray]]:
         """After ``gather`` of an index layer, yield (index, counts) of each R-worker with partial results.
 
         An index layer picks each query's best tokens on all R-workers together. A count says how many of them are on
         this R-worker: int32 [rows of partial results, heads that pick]. Among equal scores, earlier tokens win.
         """
-        if not (self._spec and self.ranks_tokens):
+        if not (self._spec and self._spec.ranks_tokens):
             return
         none = np.zeros((0, 5), np.int64), np.zeros((0, 4), np.int64)
         partials = self._partials(self._spec)
@@ -132,11 +124,6 @@ class RoutedRows:
     def _set_merge(self, merge: Merge) -> None:
         self._merge = merge
         self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
-
-    @property
-    def _spec(self) -> Layer | None:
-        """The description of the layer that was scattered last."""
-        return None if self.layer is None else self._layout.layers[self.layer]
 
     def _make_shares(self, num_rows: int, form: Form) -> tuple[np.ndarray, list[_Share]]:
         """Return the output array o, and each involved R-worker's share of the rows, for layers of ``form``."""
@@ -215,4 +202,4 @@ def _busy(routes: Sequence[Route]) -> list[int]:
 @functools.lru_cache(1024)
 def form_of(layer: Layer) -> Form:
     """Return the form of the results of ``layer``."""
-    return Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape, bool(layer.ranks_tokens))
+    return Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)

@@ -152,6 +152,7 @@ def make_rworker(layout: KVLayout, block_size: int, size: RWorkerSize) -> _rwork
             read_ahead=tuned.read_ahead,
         )
     check_isa(worker.isa)
+    worker.commit_ahead()
     return worker
 
 

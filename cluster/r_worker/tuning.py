@@ -29,7 +29,7 @@ CONTEXT, HEADS, HEAD_DIM = 1024, 8, 128
 """Sizes of a trial: tokens of a sequence, query heads per KV head, and elements of a key or value."""
 
 SEQUENCES, KV_HEADS = 12, 8
-"""Sizes of a trial of reading: 48 MiB of keys and values, most of which leave the caches while other trials run."""
+"""Sizes of a trial of reading: 48 MiB of keys and values. Other trials push most of them out of the caches."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def measured_tuning() -> Tuning:
 def fastest_isa() -> str:
     """Return the newest instruction set or the one before it, whichever is faster.
 
-    The newest may be slower: on some processors its product of bfloat16 pairs takes two cycles, and a product of
-    float32 numbers half a cycle.
+    The newest set may be slower: on some processors a product of bfloat16 pairs takes two cycles, and a product of
+    float32 numbers takes half a cycle.
     """
     best = _rworker.supported_isas()[-1]
     if best != "avx512_bf16":

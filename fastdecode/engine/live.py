@@ -130,6 +130,8 @@ class LiveRequests:
         """Append ``tokens`` to ``completion`` until one ends it; return how many were appended."""
         for count, token in enumerate(tokens, 1):
             completion.append(token, request.params, self._eos_token_ids)
+            if token.failed and not token.excluded:
+                cycle.scheduler.store.prefixes.forget_path(completion.sequence)
             if completion.finish_reason is not None:
                 self._finish(cycle, completion, completion.finish_reason)
                 return count

@@ -16,10 +16,12 @@ HERE = "states that the S-worker keeps (state_on s)"
 
 CANNOT: dict[Way, str] = {
     "tsp": f"{KEEPS} beside its cache: prefill workers pass it from part to part, as kvr does; leave it out",
-    "states in ranges, ranks": f"{RANGES}, and ranks do not copy it; leave one of them out",
-    "states in ranges, sessions": f"{RANGES}, and the next S-worker adopts only one; leave one of them out",
-    "states in ranges, parking": f"{RANGES}, and disks keep one per prefix; leave one of them out",
-    "states in ranges, prefill workers": f"{RANGES}, and prefill workers store one per prompt; leave one of them out",
+    "states in ranges, ranks": f"{RANGES}, and ranks do not copy states; leave one of them out",
+    "states in ranges, sessions": f"{RANGES}, and the next S-worker adopts one state per sequence; "
+    "leave one of them out",
+    "states in ranges, parking": f"{RANGES}, and disks keep one state per prefix; leave one of them out",
+    "states in ranges, prefill workers": f"{RANGES}, and prefill workers store one state per prompt; "
+    "leave one of them out",
     "states here, sessions": f"{HERE} reach the next one as files beside the journal, which R-workers cannot keep; "
     "give journal as a folder, or state_on r",
     "states here, parking": f"{HERE} are not on the disk of an R-worker, and its keys and values are of no use without "

@@ -60,12 +60,6 @@ py::list read_blocks(PyRWorker& self, std::int64_t sequence_id, std::int64_t sta
     return checksums;
 }
 
-void commit_blocks(const PyRWorker& self, std::int64_t first, std::int64_t count) {
-    const rworker::Worker& open = self.worker();
-    const py::gil_scoped_release unlocked;
-    open.commit_blocks(first, count);
-}
-
 py::bytes checksum(const py::array& data, const py::bytes& begin, bool by_tables) {
     rworker::Checksum lanes = lanes_of(begin);
     const std::span<const std::uint8_t> bytes = bytes_of(data);
@@ -83,7 +77,6 @@ void bind_blocks(py::module_& module, py::class_<PyRWorker>& cls) {
     cls.def("import_blocks", &import_blocks, py::arg("sequence_id"), py::arg("num_tokens"), py::arg("data").noconvert(),
             py::arg("start") = 0);
     cls.def("read_blocks", &read_blocks, py::arg("sequence_id"), py::arg("start"), py::arg("fd"), py::arg("pieces"));
-    cls.def("commit_blocks", &commit_blocks, py::arg("first"), py::arg("count"));
     module.def("checksum", &checksum, py::arg("data").noconvert(), py::arg("start"), py::kw_only(), py::arg("by_tables") = false);
 }
 

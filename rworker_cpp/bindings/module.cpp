@@ -97,6 +97,9 @@ void bind_tables(py::class_<PyRWorker>& cls) {
     cls.def("store_state", &PyRWorker::store_state, py::arg("job_id"), py::arg("layer"), py::arg("data").noconvert());
     cls.def("read_prefix", &PyRWorker::read_prefix, py::arg("job_id"), py::arg("layer"), py::arg("start"),
             py::arg("num_rows"));
+    cls.def(
+        "commit_ahead", [](PyRWorker& self, std::int64_t least) { self.worker().commit_ahead(least); },
+        py::arg("least") = 0);
     cls.def("statistics", &PyRWorker::statistics);
     cls.def("read_tokens", &PyRWorker::read_tokens, py::arg("sequence_id"), py::arg("layer"));
 }

@@ -12,6 +12,7 @@ namespace {
 #ifdef RWORKER_PORTABLE
 void ask_for_huge_pages(void*, std::size_t) {}
 void populate(std::uint8_t*, std::int64_t, std::int64_t) {}
+constexpr bool kPopulates = false;
 #else
 /// With pages of 64 KB a huge page has 512 MB, which the first write would clear in the middle of a step.
 constexpr long kMostPageBytes = 1 << 14;
@@ -21,6 +22,7 @@ void ask_for_huge_pages(void* mapping, std::size_t num_bytes) {
     madvise(mapping, num_bytes, MADV_HUGEPAGE);  // only advice: kernels without huge pages refuse it
 }
 
+constexpr bool kPopulates = true;
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
 
 void populate(std::uint8_t* mapping, std::int64_t first_byte, std::int64_t end_byte) {
@@ -43,6 +45,8 @@ Arena::Arena(std::int64_t num_bytes) : num_bytes_(std::max<std::int64_t>(num_byt
 void Arena::commit(std::int64_t first_byte, std::int64_t num_bytes) const {
     populate(data_, first_byte, std::min(first_byte + num_bytes, num_bytes_));
 }
+
+bool Arena::can_commit() { return kPopulates; }
 
 Arena::~Arena() { munmap(data_, std::size_t(num_bytes_)); }
 

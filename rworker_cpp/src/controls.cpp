@@ -31,9 +31,9 @@ void KVCache::fork(const Control& control) {
                     name_of(control.source_id) + " holds " + std::to_string(source.length) + " tokens");
     if (source.job_id && control.num_tokens % block_size_ != 0)
         throw Error("fork: num_tokens is " + std::to_string(control.num_tokens) + ", but " + name_of(control.source_id) +
-                    " is incoming, and only whole blocks of it can be shared");
+                    " is incoming, and only its whole blocks can be shared");
     if (!source.state_blocks.empty() && (control.num_tokens != source.length || source.state_spoilt))
-        throw Error("fork: " + name_of(control.source_id) + " has a state, which is that of all its tokens");
+        throw Error("fork: " + name_of(control.source_id) + " has a state, which covers all its tokens");
     const std::int64_t num_full = control.num_tokens / block_size_;
     Sequence copy{{source.blocks.begin(), source.blocks.begin() + num_full}, control.num_tokens, control.num_tokens};
     for (const std::int32_t block : copy.blocks) pool_.add_reference(block);
@@ -57,7 +57,7 @@ void KVCache::truncate(const Control& control) {
                     name_of(control.sequence_id) + " holds " + std::to_string(length) + " tokens");
     const std::int64_t num_refused = states_.num_blocks() ? length - control.num_tokens : 0;
     if (num_refused > sequence(control.sequence_id).num_kept)
-        throw Error("truncate: " + name_of(control.sequence_id) + " has a state, which is that of its first " +
+        throw Error("truncate: " + name_of(control.sequence_id) + " has a state, which covers its first " +
                     std::to_string(length - sequence(control.sequence_id).num_kept) + " tokens");
     remember(control.sequence_id);
     Sequence& kept = sequences_.at(control.sequence_id);

@@ -79,12 +79,4 @@ std::vector<std::span<std::uint8_t>> KVCache::block_runs(std::int64_t sequence_i
     return runs;
 }
 
-void KVCache::commit_blocks(std::int64_t first, std::int64_t count) const {
-    if (first < 0 || count < 0 || count > pool_.num_blocks() - first)
-        throw Error("commit: " + std::to_string(count) + " blocks from block " + std::to_string(first) + " on, and there are " +
-                    std::to_string(pool_.num_blocks()));
-    for (const LayerLayout& layout : layouts_)
-        arena_.commit(layout.region_offset_bytes + first * layout.block_bytes, count * layout.block_bytes);
-}
-
 }  // namespace rworker

@@ -77,6 +77,7 @@ void ThreadPool::submit(Job& job) {
     job.next_ = nullptr;
     job.next_item_.store(0, std::memory_order_relaxed);
     job.finished_.store(0, std::memory_order_relaxed);
+    num_jobs_.fetch_add(1, std::memory_order_release);
     {
         std::lock_guard lock(queue_mutex_);
         (last_ ? last_->next_ : first_) = &job;
@@ -88,6 +89,7 @@ void ThreadPool::submit(Job& job) {
 
 void ThreadPool::run_here(Job& job) {
     job.next_item_.store(0, std::memory_order_relaxed);
+    num_jobs_.fetch_add(1, std::memory_order_release);
     lead(job);
 }
 
@@ -95,6 +97,7 @@ void ThreadPool::lead(Job& job) {
     job.start_seconds = now_seconds();
     job.worth_helpers_&& num_threads() > 1 ? run_with_helpers(job) : run_items(job, 0);
     job.end_seconds = now_seconds();
+    num_jobs_.fetch_sub(1, std::memory_order_release);
 }
 
 Job* ThreadPool::take() {

@@ -29,7 +29,8 @@ Worker::Worker(WorkerConfig config)
       scratch_(config.num_threads),
       split_values_(config.num_threads),
       edits_(cache_),
-      pool_(config.num_threads, config.cores) {
+      pool_(config.num_threads, config.cores),
+      ahead_(cache_, pool_, config.cores) {
     std::int64_t scratch = 0;
     for (std::size_t i = 0; i < config.layers.size(); ++i) {
         const LayerSpec& layer = config.layers[i];
@@ -70,7 +71,9 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     const bool only_controls = std::ranges::all_of(mini_batches, [](const auto& spans) { return spans.empty(); });
     if (!only_controls) check_weights();
     check_order(mini_batches);
+    ahead_.end_step(now_seconds());
     cache_.begin_step(controls, all_spans(mini_batches));
+    aim_ahead();
     edits_.plan();
     edits_.brief() ? edits_.run_all() : pool_.submit(edits_);
     try {
@@ -81,6 +84,24 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
         throw;
     }
     in_step_ = true;
+    ahead_.begin_step(now_seconds());
+}
+
+void Worker::commit_ahead(std::int64_t least) {
+    require(least >= 0, "commit_ahead: least is " + std::to_string(least) + "; it must be at least 0");
+    least_ahead_ = least;
+    aim_ahead();
+}
+
+/// Free blocks that were used before have memory, and they are taken first.
+void Worker::aim_ahead() {
+    constexpr std::int64_t kShare = 2;
+    if (least_ahead_ < 0) return;
+    const BlockPool& pool = cache_.pool();
+    const std::int64_t ahead = std::max({least_ahead_, cache_.num_grown(), pool.num_touched() / kShare});
+    const std::int64_t end = std::min(pool.num_blocks() - pool.num_free() + ahead, pool.num_blocks());
+    ahead_.aim(end);
+    if (end > pool.num_touched()) ahead_.start();
 }
 
 const Worker::MiniBatch& Worker::mini_batch_at(std::int64_t index) const {
@@ -215,6 +236,7 @@ StepReport Worker::end_step() {
     edits_.wait();
     cache_.commit_step();
     in_step_ = false;
+    ahead_.end_step(now_seconds());
     report_.blocks_free = cache_.pool().num_free();
     return std::move(report_);
 }
@@ -232,7 +254,9 @@ void Worker::abandon_step() {
     if (written && cache_.states().num_blocks()) settle_others();
     cache_.abandon_step(written);
     cache_.drop_unbegun();
+    aim_ahead();
     in_step_ = false;
+    ahead_.end_step(now_seconds());
 }
 
 /// Some layers have advanced states by rows that they lacked, so the others must too.
@@ -266,7 +290,7 @@ Statistics Worker::statistics() const {
             cache_.num_incoming(),
             tokens,
             bytes_read_,
-            pool.num_touched() * cache_.block_bytes()};
+            std::max(pool.num_touched(), ahead_.end()) * cache_.block_bytes()};
 }
 
 }  // namespace rworker

@@ -5,6 +5,7 @@
 #include <vector>
 
 void run_cache_tests();
+void run_commit_tests();
 void run_ahead_tests();
 void run_attention_tests();
 void run_incoming_tests();
@@ -26,6 +27,7 @@ const Tests kTests[] = {
     {"tiles", run_tile_tests},  // before any thread, since it forks
 #endif
     {"cache", run_cache_tests},
+    {"commits", run_commit_tests},
     {"ahead", run_ahead_tests},
     {"attention", run_attention_tests},
     {"rings", run_ring_tests},  // before any test leaves threads behind, since it forks

@@ -6,8 +6,11 @@ on one machine and notice a lost rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,9 +57,26 @@ def begin_groups(rank: Any, has_experts: bool) -> None:
             return
         groups.destroy_model_parallel()
     index, size = (rank.index, rank.size) if rank else (0, 1)
-    # Read by the CPU communicator that is replaced below. With unlike names it makes no shared memory of its own
-    os.environ.setdefault("VLLM_DIST_IDENT", str(os.getpid()))
-    groups.init_distributed_environment(size, index, f"file://{tempfile.mkdtemp()}/store", index, "gloo")
-    groups.initialize_model_parallel(size)
+    with _own_ident():
+        groups.init_distributed_environment(size, index, f"file://{tempfile.mkdtemp()}/store", index, "gloo")
+        groups.initialize_model_parallel(size)
     if rank:
         groups.get_tp_group().device_communicator = RankCommunicator(rank)
+
+
+@contextlib.contextmanager
+def _own_ident() -> Iterator[None]:
+    """Let vLLM name shared memory by a name that no other process has, even if this process inherited one.
+
+    If all ranks have the same name, vLLM makes shared memory by it. The memory outlives killed ranks, and ranks of the
+    same parent process could not start again.
+    """
+    name = "VLLM_DIST_IDENT"
+    before = os.environ.get(name)
+    os.environ[name] = uuid.uuid4().hex
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

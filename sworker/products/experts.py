@@ -43,8 +43,10 @@ def quantize_experts(model: torch.nn.Module, num_heads: int) -> None:
             block = block_of(weight.shape[1 if module.is_transposed else 2], num_heads, part == "down_proj")
             codes: list[IntegerCodes] = []
             done[part] = codes
+            # one memory for all transposed weights: a copy of each would leave holes between the codes
+            turned = torch.empty(weight.shape[:0:-1], dtype=weight.dtype)
             for each in weight.data:
-                codes.append(quantized(each.T if module.is_transposed else each, block))
+                codes.append(quantized(turned.copy_(each.T) if module.is_transposed else each, block))
                 maps.let_go(each)  # otherwise all experts' pages would stay until the last expert is quantized
             setattr(module, part, PackedWeight.of(weight, unpacker(codes, weight.dtype, bool(module.is_transposed))))
             maps.let_go(weight)

@@ -140,7 +140,7 @@ class Round:
                 engine.add_request(str(number), prompt_of(ask), params_of(ask))
 
     def _accepted(self) -> dict[str, Any]:
-        """Return the round's settings without those that are refused together."""
+        """Return the round's settings, except settings that are refused together."""
         pool = "mpi" if self.drawn.pool == "mpi" else f"spawn:{self.drawn.num_workers}"
         return accepted_settings(
             self.drawn,
@@ -202,7 +202,7 @@ class Round:
         deadline = time.monotonic() + RAY_SECONDS
         while events.counts["joins"] < events.counts["kills"]:
             if time.monotonic() > deadline:
-                self.result.fault(f"lost-count: Ray has replaced {events.counts['joins']} of those killed")
+                self.result.fault(f"lost-count: Ray has replaced {events.counts['joins']} of the killed actors")
                 return
             engine.look_around()
             time.sleep(0.02)
@@ -245,7 +245,7 @@ class Round:
             tokens = [each.tokens for each in found.get(number, ())]
             self.result.compare(number, self._expected(number, answers, tokens), tokens)
         if any(not is_right for is_right in self._hopeless.values()):
-            self.result.fault("tokens: a sequence was given up that fits on an R-worker that is left")
+            self.result.fault("tokens: a sequence was given up that fits on a remaining R-worker")
 
     def _expected(self, number: int, answers: list[Answer], found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return the tokens to expect of request ``number``. After a tie, these are the tokens ``found``."""

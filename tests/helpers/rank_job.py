@@ -2,7 +2,8 @@
 
 ``python rank_job.py JOBS RESULTS`` with RANK, WORLD_SIZE and MASTER_ADDR set as torchrun sets them. JOBS: JSON, a list
 of {"folder", "port", "prompts", "params", "settings"}; rank 0 writes a list of token ids, or of errors, to RESULTS.
-A job's "kill_at" is the step after which rank 0 kills its first R-worker.
+A job's "kill_at" is the step after which rank 0 kills its first R-worker, "die_at" the one after which rank 0 is
+killed itself.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import FastDecodeError
 
 
-def killer(step: int) -> Callable[[Any], None]:
-    """Return a function that kills this process's first R-worker when it is called the ``step``-th time."""
+def killer(step: int, victim: psutil.Process) -> Callable[[Any], None]:
+    """Return a function that kills ``victim`` when it is called the ``step``-th time."""
     calls = itertools.count(1)
-    victim = next(each for each in psutil.Process().children() if "r-worker" in each.cmdline())
     return lambda record: victim.kill() if next(calls) == step else None
 
 
@@ -37,7 +37,11 @@ def run(job: dict[str, Any]) -> Any:
             params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False} | job["params"])
             prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             if "kill_at" in job:
-                llm.engine.on_step = killer(job["kill_at"])
+                children = psutil.Process().children()
+                victim = next(each for each in children if "r-worker" in each.cmdline())
+                llm.engine.on_step = killer(job["kill_at"], victim)
+            if "die_at" in job:
+                llm.engine.on_step = killer(job["die_at"], psutil.Process())
             outputs = llm.generate(prompts, params, use_tqdm=False)
             score = llm.engine.score(job["prompts"][0]).tolist() if len(job["prompts"][0]) > 1 else []
             retained = sum(worker.retained for worker in llm.engine.scheduler.snapshot().r_workers)

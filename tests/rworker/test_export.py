@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.processes import PATIENCE_SECONDS
 
 from fastdecode import _rworker
 
@@ -285,13 +287,42 @@ def test_blocks_are_read_from_a_file_into_their_places(num_threads: int, tmp_pat
         second.read_blocks(7, 0, 1 << 20, wanted[:1])
 
 
-def test_memory_that_is_committed_ahead_keeps_what_lies_there() -> None:
+def test_an_idle_worker_commits_memory_ahead_within_bounds() -> None:
+    """Beyond used blocks, half as many as were ever used are committed, or as many as asked for; content stays."""
     worker = two_layers("float32", num_blocks=16)
+    worker.commit_ahead()
     feed(worker, "float32", (1, 0, 40, 0), 0)
-    before, touched = worker.export(1).tobytes(), worker.blocks_touched
-    worker.commit_blocks(0, 16)
-    worker.commit_blocks(16, 0)
-    assert worker.export(1).tobytes() == before and worker.blocks_touched == touched == worker.blocks_used
-    for first, count in ((-1, 2), (15, 2), (0, -1)):
-        with pytest.raises(ValueError, match="there are 16"):
-            worker.commit_blocks(first, count)
+    before = worker.export(1).tobytes()
+    _wait_until_committed(worker, 4)
+    worker.commit_ahead(least=5)
+    _wait_until_committed(worker, 8)
+    worker.begin_step(table([]), [table([(1, 40, 100, 0)])])
+    worker.abandon_step()
+    assert worker.blocks_touched == 9
+    controls(worker, (RELEASE, 1, 0, 0))  # the 9 free blocks have memory
+    _wait_until_committed(worker, 9)
+    feed(worker, "float32", (2, 0, 40, 0), 0)
+    worker.commit_ahead(least=100)
+    _wait_until_committed(worker, 16)
+    assert worker.export(2).tobytes() == before and worker.blocks_touched == 9
+    with pytest.raises(ValueError, match="it must be at least 0"):
+        worker.commit_ahead(-1)
+
+
+def test_no_memory_is_committed_ahead_unasked_or_within_a_step() -> None:
+    unasked, asked = two_layers("float32", num_blocks=16), two_layers("float32", num_blocks=16)
+    asked.commit_ahead(8)
+    for worker in (unasked, asked):
+        worker.begin_step(table([]), [table([(1, 0, 200, 0)])])
+    touched = asked.statistics()["bytes_committed"]
+    time.sleep(0.1)
+    for worker in (unasked, asked):
+        assert worker.statistics()["bytes_committed"] == touched == 13 * worker.block_bytes
+        worker.abandon_step()
+
+
+def _wait_until_committed(worker: _rworker.RWorker, num_blocks: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while worker.statistics()["bytes_committed"] != num_blocks * worker.block_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -291,7 +291,7 @@ def test_a_state_is_of_all_tokens_and_only_of_steps_that_ended() -> None:
     harness = Harness(kind)
     harness.step([(1, 0, rows[:18])])
     for control in ((TRUNCATE, 1, 0, 16), (FORK, 2, 1, 16)):
-        with pytest.raises(ValueError, match=r"has a state, which is that of (all its|its first 18) tokens"):
+        with pytest.raises(ValueError, match=r"has a state, which covers (all its|its first 18) tokens"):
             harness.worker.begin_step(table([control]), [table([])])
     harness.step([(1, 18, rows[18:19]), (2, 0, rows)], end=False)
     with pytest.raises(ValueError, match="its state was written by a step that was abandoned"):
@@ -320,7 +320,7 @@ def test_a_second_copy_follows_and_goes_back_behind_the_rows_of_a_step(name: str
     for start in range(13, 17):
         home.step([(1, start, rows[start : start + 1])])
     assert np.array_equal(home.worker.export(1), copy.worker.export(1))
-    with pytest.raises(ValueError, match="has a state, which is that of its first 17 tokens"):
+    with pytest.raises(ValueError, match="has a state, which covers its first 17 tokens"):
         copy.worker.begin_step(table([(TRUNCATE, 1, 0, 16)]), [table([])])
 
 

@@ -24,7 +24,6 @@ from fastdecode.cluster.r_worker.host import RWorkerSize, make_rworker
 from fastdecode.cluster.r_worker.parking.chain_file import ChainReader, ChainWriter, Head
 from fastdecode.cluster.r_worker.parking.directory import ParkDirectory
 from fastdecode.cluster.r_worker.parking.jobs import FAILURES, ParkJob, WakeJob
-from fastdecode.cluster.r_worker.parking.room import Room
 from fastdecode.cluster.wire.messages import fingerprint
 from fastdecode.core.errors import ChainError
 from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, Chain, Parked, Progress
@@ -53,8 +52,7 @@ class Parker:
     def __init__(self, worker: _rworker.RWorker, directory: ParkDirectory, layout: KVLayout) -> None:
         self._worker, self._directory, self._layout = worker, directory, layout
         self._threads = ThreadPoolExecutor(1, "park")
-        self._room = Room(worker, self._threads)
-        self._keep_room(at_once=True)
+        self._keep_room()
         self._fingerprint = ""
         self._job: ParkJob | WakeJob | None = None
         self._asked: tuple[Any, ...] = ()
@@ -85,7 +83,6 @@ class Parker:
                 writer = ChainWriter(self._path(chain.name), head, chain.marks)
             except OSError as error:
                 return self._failed(str(error))
-            self._room.stop()
             self._asked, self._job = asked, ParkJob(self._worker, self._threads, sequence_id, head, writer)
         return self._go_on(self._path(chain.name), patience_ms)
 
@@ -93,7 +90,6 @@ class Parker:
         path = self._path(name)
         if self._asked != (asked := (sequence_id, num_blocks, name)):
             self._give_up()
-            self._room.stop()
             try:
                 self._job = self._open(path, sequence_id, num_blocks, name)
             except FAILURES as error:
@@ -103,7 +99,6 @@ class Parker:
 
     def close(self) -> None:
         """Wait for the disk, and cancel the work in progress."""
-        self._room.stop()
         self._give_up()
         self._threads.shutdown()
 
@@ -170,12 +165,18 @@ class Parker:
         dropped, self._dropped = self._dropped, ()
         return Parked(progress, num_tokens, self._directory.num_bytes, dropped)
 
-    def _keep_room(self, at_once: bool = False) -> None:
-        """Commit memory for chains that may be woken, if there are any."""
-        # The memory to commit is ``chains_ahead`` times the largest file, but at least ``least_ahead_bytes``
-        chains_ahead, least_ahead_bytes = 2, 1 << 26
+    def _keep_room(self) -> None:
+        """Let the R-worker commit memory ahead for chains that may be woken, if there are any.
+
+        For pages new to the system, a commit may take longer than reading the data from the disk.
+        """
+        # The memory is ``chains_ahead`` times the largest file, at least ``least_ahead_bytes``, and at most
+        # 1 / ``most_of_cache`` of the cache
+        chains_ahead, least_ahead_bytes, most_of_cache = 2, 1 << 26, 8
         if largest := self._directory.largest:
-            self._room.keep(max(chains_ahead * largest, least_ahead_bytes), at_once)
+            num_bytes = max(chains_ahead * largest, least_ahead_bytes)
+            num_blocks = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
+            self._worker.commit_ahead(num_blocks)
 
     def _give_up(self) -> None:
         job, self._job, self._asked = self._job, None, ()

@@ -157,6 +157,15 @@ class PrefixCache:
         if prefix and len(prefix.blocks) > num_tokens // self._workers.block_size:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
 
+    def forget_path(self, sequence: TokenSequence) -> None:
+        """Evict the prefixes on R-workers of ``sequence`` that share a block with it: one of its tokens is not finite.
+        A chunk's earlier tokens may be NaN then, too, and requests without that token share their blocks.
+        """
+        for worker in {copy.worker for segment in sequence.segments for copy in segment.copies}:
+            for block_hash in sequence.block_hashes:
+                while prefix := self._index.on(worker, block_hash):
+                    self._index.shorten(prefix, 0)
+
     def make_room(self, worker: int, num_blocks: int) -> bool:
         """Evict prefixes on R-worker ``worker`` until ``num_blocks`` blocks are free.
         Return False if that is impossible.

@@ -18,6 +18,8 @@ class Arena {
     /// Commits the pages of these bytes and keeps their content. Any thread may call it while others read and write. It
     /// does nothing where the system has no such call.
     void commit(std::int64_t first_byte, std::int64_t num_bytes) const;
+    /// False where `commit` does nothing.
+    static bool can_commit();
 
   private:
     std::int64_t num_bytes_;

@@ -175,9 +175,13 @@ class KVCache {
     /// Where these whole blocks lie, in the order of `export_blocks`.
     std::vector<std::span<std::uint8_t>> block_runs(std::int64_t sequence_id, std::int64_t start,
                                                     std::int64_t num_tokens) const;
-    /// Commits the memory of blocks, used or not, before it is needed. Any thread may call it while others use the
-    /// cache.
-    void commit_blocks(std::int64_t first, std::int64_t count) const;
+    /// Commits the memory of a block in one layer, used or not, and keeps its content. Any thread may call it while
+    /// others use the cache.
+    void commit_block(std::int64_t layer, std::int64_t block) const {
+        arena_.commit(layouts_[layer].region_offset_bytes + block * layouts_[layer].block_bytes, layouts_[layer].block_bytes);
+    }
+    /// Number of sequences to which the open step adds rows.
+    std::int64_t num_grown() const { return std::int64_t(grown_.size()); }
 
   private:
     void check_import(std::int64_t sequence_id, std::int64_t start, std::int64_t num_tokens) const;

@@ -49,6 +49,8 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int num_threads() const { return int(threads_.size()); }
+    /// True from the submission of a job to its end. Any thread may call it.
+    bool is_busy() const { return num_jobs_.load(std::memory_order_acquire) > 0; }
     /// Queues `job`, which must be finished, and returns at once. Jobs run in order, one at a time.
     void submit(Job& job);
     /// Runs `job` on the calling thread as the leader would, with helpers. All submitted jobs must be finished.
@@ -66,6 +68,7 @@ class ThreadPool {
     std::mutex queue_mutex_;
     Job *first_ = nullptr, *last_ = nullptr;
     bool closing_ = false;
+    std::atomic<std::int32_t> num_jobs_{0};
     std::atomic<std::uint32_t> num_submitted_{0};  // the leader sleeps on it
 
     // Helpers sleep on `call_`. When the leader clears kOpen, no more helpers enter, and the leader waits only for

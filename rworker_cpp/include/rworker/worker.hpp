@@ -10,6 +10,7 @@
 
 #include "rworker/block_reading.hpp"
 #include "rworker/absorption.hpp"
+#include "rworker/commit_ahead.hpp"
 #include "rworker/edit_job.hpp"
 #include "rworker/kv_cache.hpp"
 #include "rworker/layer_job.hpp"
@@ -57,7 +58,7 @@ struct Statistics {
     std::int64_t incoming;  // of sequences whose rows have not all arrived
     std::int64_t tokens;
     std::int64_t bytes_read;       // of keys and values, in all steps
-    std::int64_t bytes_committed;  // of all blocks that were ever used: memory that the cache may occupy
+    std::int64_t bytes_committed;  // of all blocks that were ever used or are committed ahead
 };
 
 /// Returns `config` if it is valid. Throws Error where its numbers do not fit each other.
@@ -127,8 +128,9 @@ class Worker {
     /// case the sequence then has all these tokens, whether right or not, and the pieces have the checksums of what was
     /// read. Throws Error as `import_blocks` does, and then nothing has changed.
     int read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces);
-    /// Commits the memory of blocks before it is needed. Any thread may call it while others take steps.
-    void commit_blocks(std::int64_t first, std::int64_t count) const { cache_.commit_blocks(first, count); }
+    /// From now on, while no steps come, the memory of free blocks is committed before steps need it. These are `least`
+    /// blocks, one block per sequence of a step, or half as many as were ever used, whichever is most.
+    void commit_ahead(std::int64_t least);
     /// Stores rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see
     /// KVCache. Any thread may call it while others take steps.
     void store(std::int64_t job_id, std::int64_t layer, const IncomingRows& rows);
@@ -162,6 +164,7 @@ class Worker {
     friend class AttentionJob;
     friend class WeighJob;
     void plan(std::span<const std::vector<Span>> mini_batches);
+    void aim_ahead();
     const MiniBatch& mini_batch_at(std::int64_t index) const;
     void prepare(std::int64_t mini_batch, std::int64_t layer, Payload payload);
     void check_weights() const;
@@ -194,7 +197,9 @@ class Worker {
     std::vector<std::unique_ptr<HeadWeights>> weights_;  // per layer; null where queries arrive absorbed
     std::vector<std::unique_ptr<Absorption>> absorptions_;  // one per mini-batch, where layers absorb
     EditJob edits_;
-    ThreadPool pool_;                                  // last: its threads end before what they use is destroyed
+    ThreadPool pool_;                                  // its threads end before what they use is destroyed
+    std::int64_t least_ahead_ = -1;                    // blocks to commit ahead; -1: none
+    CommitAhead ahead_;                                // last, for the same reason
 };
 
 }  // namespace rworker
