@@ -33,7 +33,7 @@ CEILINGS = {
     "lines that serving imports": 40_000,
     "lines of the product": 70_466,  # sequences that overflow, shared memory of killed ranks
     "files over 300 lines": 0,
-    "files over 300 lines beside the product": 1,  # C++, fuzzers, scripts, benchmarks
+    "files over 300 lines beside the product": 0,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
     "module constants": 599,
