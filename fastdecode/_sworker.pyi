@@ -43,6 +43,12 @@ def sum_weighted(
     parts [_, dim], places and weights [rows, terms], out [rows, dim]. Each product is rounded to the parts' dtype.
     """
 
+def choose_likeliest(logits: Rows, tokens: npt.NDArray[np.int64], threads: int = 1, isa: str = "auto") -> None:
+    """Set ``tokens`` [rows] to the first largest of each row of ``logits`` [rows, vocab].
+
+    The token is -1 if the row holds NaN or +inf, or nothing but -inf.
+    """
+
 def multiply_in_order(
     x: npt.NDArray[np.float32],
     weight: npt.NDArray[np.float32],

@@ -134,6 +134,18 @@ void bind(py::module_& module) {
         },
         py::arg("parts").noconvert(), py::arg("places").noconvert(), py::arg("weights").noconvert(),
         py::arg("out").noconvert(), threads, isa);
+    module.def(
+        "choose_likeliest",
+        [](const Rows<T>& logits, py::array_t<std::int64_t, py::array::c_style>& tokens, unsigned number,
+           const std::string& name) {
+            check(logits.ndim() == 2 && logits.shape(1) > 0, "logits must be [rows, vocab]");
+            check(tokens.ndim() == 1 && tokens.shape(0) == logits.shape(0), "tokens must be [rows]");
+            const Likeliest<T> job{logits.data(), tokens.mutable_data(), std::size_t(logits.shape(0)),
+                                   std::size_t(logits.shape(1))};
+            // An element costs a comparison alone, and by now the threads have fallen asleep
+            run_rows(job, of<T>(kernels_of(name)).choose, std::size_t(logits.size()) / 64, number);
+        },
+        py::arg("logits").noconvert(), py::arg("tokens").noconvert(), threads, isa);
 }
 
 void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<float>& out, unsigned threads,

@@ -77,6 +77,14 @@ struct RowSum {
     std::size_t dim;
 };
 
+/// token = the first largest logit of a row of [rows, vocab]; -1 if the row has NaN or +inf, or nothing but -inf.
+template <typename T>
+struct Likeliest {
+    const T* logits;
+    std::int64_t* tokens;
+    std::size_t rows, vocab;
+};
+
 /// Kernels of one dtype.
 template <typename T>
 struct RowKernelsOf {
@@ -84,6 +92,7 @@ struct RowKernelsOf {
     void (*rotate)(const Rotation<T>&, std::size_t row);
     void (*sum)(const WeightedSum<T>&, std::size_t row);
     void (*add)(const RowSum<T>&, std::size_t row);
+    void (*choose)(const Likeliest<T>&, std::size_t row);
 };
 
 /// The same code compiled for one instruction set; each function computes one row.
