@@ -169,7 +169,7 @@ class LayerInTwoCalls:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
         current: Any = getcurrent()
-        memory = getattr(current, "memory", None)
+        memory: Any = getattr(current, "memory", None)
         # In decodes, nothing but numpy and C++ runs between two layers' attention: torch is slow when caches are cold
         is_next = memory is not None and memory.out is x and memory.angles is angles and memory.form == self._form
         if not is_next:
