@@ -169,7 +169,7 @@ class LayerInTwoCalls:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
         current: Any = getcurrent()
-        memory = getattr(current, "memory", None)
+        memory: Any = getattr(current, "memory", None)
         # In decodes, nothing but numpy and C++ runs between two layers' attention: torch is slow when caches are cold
         is_next = memory is not None and memory.out is x and memory.angles is angles and memory.form == self._form
         if not is_next:
@@ -179,10 +179,11 @@ class LayerInTwoCalls:
                 return own
             memory = Memory(angles, self._form)
         rows = memory.rows if is_next else array(x[0].contiguous())
-        self._layer.before(rows, memory.cos, memory.sin, *memory.qkv, self._isa, memory.num_threads)
+        q, k, v = memory.qkv
+        self._layer.before(rows, memory.cos, memory.sin, q, k, v, self._isa, memory.num_threads)
         attend_rows = getattr(current, "attend_rows", None) if calls_of(self._attention) is DENSE else None
         if attend_rows:
-            current.memory, o = memory, attend_rows(*memory.qkv).reshape(len(rows), -1)
+            current.memory, o = memory, attend_rows(q, k, v).reshape(len(rows), -1)
         else:
             query, key, value = (from_numpy(each, self._form.dtype).transpose(0, 1)[None] for each in memory.qkv)
             attended, _ = attend(self._attention, query, key, value, attention_mask, **(self._options | more))
