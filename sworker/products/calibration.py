@@ -217,8 +217,8 @@ class SameEverywhere(TorchDispatchMode):
     # Operations that move elements, or compute each one with a single rounding
     MOVING = """_to_copy _unsafe_view alias arange as_strided cat chunk clone contiguous copy_ detach embedding empty
         empty_like expand flatten full gather index index_select lift_fresh new_empty new_ones new_zeros ones permute
-        reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze stack t to transpose unbind unsqueeze
-        view zeros zeros_like"""
+        reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze stack t to transpose unbind
+        unsqueeze view zeros zeros_like"""
     COMPUTING = "add div ge gt lt mul neg rsub sub"
 
     def __init__(self, model_type: str) -> None:
