@@ -43,6 +43,12 @@ def sum_weighted(
     parts [_, dim], places and weights [rows, terms], out [rows, dim]. Each product is rounded to the parts' dtype.
     """
 
+def choose_likeliest(logits: Rows, tokens: npt.NDArray[np.int64], threads: int = 1, isa: str = "auto") -> None:
+    """Set ``tokens`` [rows] to the first largest of each row of ``logits`` [rows, vocab].
+
+    The token is -1 if the row holds NaN or +inf, or nothing but -inf.
+    """
+
 def multiply_in_order(
     x: npt.NDArray[np.float32],
     weight: npt.NDArray[np.float32],
@@ -54,6 +60,22 @@ def multiply_in_order(
 
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float32]
+
+def descend(
+    moments: npt.NDArray[np.float64],
+    gradient: npt.NDArray[np.float64],
+    codes: Codes,
+    unit: float,
+    farthest: float,
+    sweeps: int,
+    threads: int = 1,
+    isa: str = "auto",
+) -> None:
+    """Change ``codes`` q [rows, width] so that e · ``moments`` · e falls in each row, where e are the errors of q.
+
+    ``gradient`` [rows, width]: e · ``moments``, in 1 / ``unit``; it is changed, too. ``farthest``: most steps between a
+    code and its first value. All numbers are integers in float64 whose sums must stay below 2**53.
+    """
 
 def integer_isas() -> list[str]:
     """Return with which of "scalar", "avx2" and "avx512_vnni" this CPU can multiply integers, the best last."""

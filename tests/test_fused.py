@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -218,3 +219,22 @@ def test_the_models_code_has_them_replaced(name: str) -> None:
     assert torch.allclose(model(ids, use_cache=False).logits, wanted, atol=1e-4)
     found.undo()
     assert torch.equal(model(ids, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 2, 31, 257, 4099])
+def test_the_likeliest_is_torchs(vocab: int, dtype: torch.dtype, isa: str) -> None:
+    """Among equal logits, zeros of both signs included, the first is chosen; rows without a finite largest fail."""
+    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[:16] = logits[:16].round()
+    logits[16:32] = torch.where(logits[16:32] > 0, -torch.zeros(()), logits[16:32])
+    logits[20:24, vocab // 2] = 0.0
+    for row, odd in enumerate((math.nan, -math.nan, math.inf, -math.inf), 32):
+        logits[row, vocab // 3] = logits[row + 4, vocab - 1] = logits[row + 8, 0] = logits[row + 12] = odd
+    found, best = torch.empty(64, dtype=torch.int64), logits.max(-1)
+    _sworker.choose_likeliest(bits(logits), found.numpy(), 2, isa)
+    assert torch.equal(found, best.indices.masked_fill(~best.values.isfinite(), -1))
+    assert (found[44:48] == -1).all() and (found[:32] >= 0).all()
+    with pytest.raises(ValueError, match="vocab"):
+        _sworker.choose_likeliest(bits(logits[:, :0]), found.numpy(), 1, isa)

@@ -53,7 +53,7 @@ def test_the_same_bits_cross(dtype: torch.dtype, contiguous: bool, attending: sl
     for backend, staging in ((host, HostStaging(host)), (cuda, staging_of(FakeGpu(default_polls=2), cuda))):
         staging.send(0, 0, *rows)
         assert staging.next_ready([0]) == 0
-        o = staging.collect(0).view(dtype)
+        o = torch.as_tensor(staging.collect(0)).view(dtype)
         assert torch.equal(o, rows[0])
         for found, wanted in zip(backend.submitted[0], expected, strict=True):
             assert found.dtype == wanted.dtype == (np.float32 if dtype == torch.float32 else np.uint16)

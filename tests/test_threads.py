@@ -28,11 +28,12 @@ class Machine:
         )
 
     def run(self, seconds: float, lost: float = 0.0) -> int:
-        self.cores.start()
-        threads = self.cores.num_threads
-        self.seconds += seconds
-        self.cpu_seconds += seconds - lost
-        self.cores.stop()
+        with self.cores.pinned():
+            self.cores.start()
+            threads = self.cores.num_threads
+            self.seconds += seconds
+            self.cpu_seconds += seconds - lost
+            self.cores.stop()
         return threads
 
     def lose(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from fastdecode.cluster.pool.audit import Verdict, Wait
 from fastdecode.cluster.pool.members import PoolMembers
 from fastdecode.cluster.pool.remote_stores import Disk
-from fastdecode.cluster.pool.routed_rows import RoutedRows, transfer_seconds
+from fastdecode.cluster.pool.routed_rows import Form, RoutedRows, form_of, transfer_seconds
 from fastdecode.cluster.pool.weighing import in_turns, weigh_rows
 from fastdecode.cluster.pool.worker import LostWorker, PoolWorker
 from fastdecode.core.auditing import AuditAnswer, AuditQuestion
@@ -45,6 +45,7 @@ class PoolBackend(PoolMembers):
         self._faulty: list[int] = []
         self._suspects: dict[int, str] = {}
         self._rows: list[RoutedRows] = []
+        self._forms: list[Form] = []
         self._submitted, self._arrived = np.zeros((0, 0)), np.zeros((0, 0, 0))
 
     @property
@@ -61,6 +62,7 @@ class PoolBackend(PoolMembers):
 
     def open(self, layout: KVLayout) -> list[RWorkerInfo]:
         infos = super().open(layout)
+        self._forms = [form_of(layer) for layer in layout.layers]
         try:
             self.audit.open(layout, infos, self._ask_audit)
         except BaseException:
@@ -72,7 +74,7 @@ class PoolBackend(PoolMembers):
         if self.workers and self._is_empty:
             raise self._none_left("all R-workers are lost")
         routes = plan.routes or routes_of_spans(plan.workers)
-        self._rows = [RoutedRows(self._layout, each) for each in routes]
+        self._rows = [RoutedRows(self._layout, self._forms, each) for each in routes]
         self._step_shape = (len(self._rows), len(self._layout.layers))
         self._submitted = np.zeros(self._step_shape)
         self._arrived = np.zeros((len(self.workers), *self._submitted.shape))

@@ -37,7 +37,7 @@ class _Share(NamedTuple):
     partials: np.ndarray | None
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """The form of a layer's results: the kind of its routes, and the shapes of a row of o and of partial results."""
 
     caches_rows: bool
@@ -52,14 +52,17 @@ class RoutedRows:
     of one kind and shape share their arrays.
     """
 
-    def __init__(self, layout: KVLayout, routes: MiniBatchRoutes) -> None:
+    def __init__(self, layout: KVLayout, forms: Sequence[Form], routes: MiniBatchRoutes) -> None:
+        """``forms``: the forms of the layout's layers."""
         self.layer: int | None = None
-        self._layout, self._routes = layout, routes
+        self._layout, self._forms, self._routes = layout, forms, routes
         self.busy = _busy(routes.workers)
         self._of_kind: dict[bool, tuple[Sequence[Route], list[int]]] = {True: (routes.workers, self.busy)}
         self._set_merge(routes.merge)
         self._zeroed: list[slice] = []
-        self._shares: dict[_Form, tuple[np.ndarray, list[_Share]]] = {}
+        self._shares: dict[Form, tuple[np.ndarray, list[_Share]]] = {}
+        self._form: Form | None = None
+        self._spec: Layer | None = None
         self._taken: dict[tuple[str, int, tuple[int, ...]], np.ndarray] = {}
         self._o = np.zeros((0, 0, 0), WIRE_DTYPE[layout.model_dtype])
 
@@ -68,13 +71,13 @@ class RoutedRows:
 
         q, k, v are as in ``AttentionBackend.submit``.
         """
-        spec, self.layer = self._layout.layers[layer], layer
-        self.busy = self._routes_of(spec.caches_rows)[1]
-        form = _form(spec)
-        if form not in self._shares:
-            self._shares[form] = self._make_shares(len(q), form)
-        self._o, shares = self._shares[form]
-        for worker, in_place, q_rows, kv_rows, o, partials in shares:
+        self.layer, self._spec, form = layer, self._layout.layers[layer], self._forms[layer]
+        if form is not self._form:  # mostly all layers have the same form
+            self._form, self.busy = form, self._routes_of(form.caches_rows)[1]
+            if form not in self._shares:
+                self._shares[form] = self._make_shares(len(q), form)
+            self._o = self._shares[form][0]
+        for worker, in_place, q_rows, kv_rows, o, partials in self._shares[form][1]:
             if in_place:
                 yield worker, (q[q_rows], k[kv_rows], v[kv_rows], o, partials)
             else:
@@ -122,12 +125,7 @@ class RoutedRows:
         self._merge = merge
         self._tables = (_as_table(merge.parts), _as_table(merge.merged)) if len(merge.merged) else None
 
-    @property
-    def _spec(self) -> Layer | None:
-        """The description of the layer that was scattered last."""
-        return None if self.layer is None else self._layout.layers[self.layer]
-
-    def _make_shares(self, num_rows: int, form: _Form) -> tuple[np.ndarray, list[_Share]]:
+    def _make_shares(self, num_rows: int, form: Form) -> tuple[np.ndarray, list[_Share]]:
         """Return the output array o, and each involved R-worker's share of the rows, for layers of ``form``."""
         o, shares = np.empty((num_rows, *form.o), self._o.dtype), []
         routes, busy = self._routes_of(form.caches_rows)
@@ -163,7 +161,7 @@ class RoutedRows:
 
     def _partials(self, spec: Layer) -> list[np.ndarray]:
         """Return each busy R-worker's partial results in the scattered layer, whose description is ``spec``."""
-        form = _form(spec)
+        form = form_of(spec)
         found = [np.zeros((0, *form.partials), np.float32)] * len(self._routes.workers)
         for share in self._shares[form][1]:
             if share.partials is not None:
@@ -186,15 +184,14 @@ def transfer_seconds(
     one clock, and 0 where nothing ran. ``arrived``: when o arrived if the S-worker was waiting for it, else 0, since
     then the transfer of o delayed nothing.
     """
-    ran = busy_end > 0
-    order = np.argsort(busy_start[ran])
-    starts, ends, asked = busy_start[ran][order], busy_end[ran][order], submitted[ran][order]
-    could_start = np.maximum(asked, np.concatenate([[0.0], ends[:-1]]))
-    there = float(np.maximum(starts - could_start, 0.0).sum())
-    if arrived is None:
-        return there
-    seen = ran & (arrived > 0)
-    return there + float(np.maximum(arrived[seen] - busy_end[seen], 0.0).sum())
+    back = np.zeros_like(submitted) if arrived is None else arrived
+    # A step has so few calls that lists are some ten times as fast as numpy
+    calls = zip(*(each.ravel().tolist() for each in (busy_start, busy_end, submitted, back)), strict=True)
+    seconds = queue_end = 0.0
+    for start, end, asked, seen in sorted(call for call in calls if call[1] > 0):
+        seconds += max(start - max(asked, queue_end), 0.0) + (max(seen - end, 0.0) if seen else 0.0)
+        queue_end = end
+    return seconds
 
 
 def _busy(routes: Sequence[Route]) -> list[int]:
@@ -203,6 +200,6 @@ def _busy(routes: Sequence[Route]) -> list[int]:
 
 
 @functools.lru_cache(1024)
-def _form(layer: Layer) -> _Form:
+def form_of(layer: Layer) -> Form:
     """Return the form of the results of ``layer``."""
-    return _Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)
+    return Form(layer.caches_rows, layer.row_shapes[3], layer.partial_shape)

@@ -174,6 +174,8 @@ class MiniBatch:
     @property
     def num_logits(self) -> dict[int, int]:
         """The number of rows with logits, by id of sequences that sample: one, plus one per draft token."""
+        if len(self.token_ids) == len(self.chunks):  # each chunk has one row
+            return dict.fromkeys(self.sampled_ids, 1)
         drafted = self.chunks["scored"] & self.chunks["is_decode"]
         counts = np.where(drafted, self.chunks["num_rows"], 1)[self.chunks["samples"]]
         return dict(zip(self.sampled_ids, counts.tolist(), strict=True))

@@ -134,6 +134,18 @@ void bind(py::module_& module) {
         },
         py::arg("parts").noconvert(), py::arg("places").noconvert(), py::arg("weights").noconvert(),
         py::arg("out").noconvert(), threads, isa);
+    module.def(
+        "choose_likeliest",
+        [](const Rows<T>& logits, py::array_t<std::int64_t, py::array::c_style>& tokens, unsigned number,
+           const std::string& name) {
+            check(logits.ndim() == 2 && logits.shape(1) > 0, "logits must be [rows, vocab]");
+            check(tokens.ndim() == 1 && tokens.shape(0) == logits.shape(0), "tokens must be [rows]");
+            const Likeliest<T> job{logits.data(), tokens.mutable_data(), std::size_t(logits.shape(0)),
+                                   std::size_t(logits.shape(1))};
+            // An element costs a comparison alone, and by now the threads have fallen asleep
+            run_rows(job, of<T>(kernels_of(name)).choose, std::size_t(logits.size()) / 64, number);
+        },
+        py::arg("logits").noconvert(), py::arg("tokens").noconvert(), threads, isa);
 }
 
 void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<float>& out, unsigned threads,
@@ -151,6 +163,18 @@ void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<flo
     parallel_for(job.rows, threads, [&](std::size_t row) { kernels.multiply_row(job, row); });
 }
 
+void descend(const Rows<double>& moments, Rows<double>& gradient, Rows<std::int8_t>& codes, double unit,
+             double farthest, std::size_t sweeps, unsigned threads, const std::string& isa) {
+    check(codes.ndim() == 2 && same_shape(codes, gradient), "codes and gradient must be [rows, width] alike");
+    const auto rows = std::size_t(codes.shape(0)), width = std::size_t(codes.shape(1));
+    check(is_matrix(moments, codes.shape(1), width), "moments must be [width, width]");
+    const Descent job{moments.data(), gradient.mutable_data(), codes.mutable_data(), rows, width, sweeps, unit, farthest};
+    const RowKernels& kernels = kernels_of(isa);
+    std::vector<std::int8_t> nearest(rows * width);
+    py::gil_scoped_release free;
+    parallel_for(rows, threads, [&](std::size_t row) { kernels.descend(job, row, nearest.data() + row * width); });
+}
+
 }  // namespace
 }  // namespace sworker
 
@@ -165,6 +189,9 @@ PYBIND11_MODULE(_sworker, module) {
     bind<BFloat16>(module);
     module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
                py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
+    module.def("descend", descend, py::arg("moments").noconvert(), py::arg("gradient").noconvert(),
+               py::arg("codes").noconvert(), py::arg("unit"), py::arg("farthest"), py::arg("sweeps"),
+               py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);
     bind_layers(module);
 }

@@ -57,6 +57,17 @@ struct OrderedProduct {
     std::size_t rows, columns, width;
 };
 
+/// Coordinate descent of rows of int8 codes q: (exact - q) · moments · (exact - q) falls with each code that changes.
+/// `gradient` [rows, width]: (exact - q) · moments, in 1 / unit; `codes` [rows, width] stay within `farthest` of where
+/// they began. `moments` [width, width] is symmetric. All sums are integers below 2^53, so they are exact.
+struct Descent {
+    const double* moments;
+    double* gradient;
+    std::int8_t* codes;
+    std::size_t rows, width, sweeps;
+    double unit, farthest;
+};
+
 /// out = x + y; all [rows, dim]. `out` may be `x`.
 template <typename T>
 struct RowSum {
@@ -66,6 +77,14 @@ struct RowSum {
     std::size_t dim;
 };
 
+/// token = the first largest logit of a row of [rows, vocab]; -1 if the row has NaN or +inf, or nothing but -inf.
+template <typename T>
+struct Likeliest {
+    const T* logits;
+    std::int64_t* tokens;
+    std::size_t rows, vocab;
+};
+
 /// Kernels of one dtype.
 template <typename T>
 struct RowKernelsOf {
@@ -73,6 +92,7 @@ struct RowKernelsOf {
     void (*rotate)(const Rotation<T>&, std::size_t row);
     void (*sum)(const WeightedSum<T>&, std::size_t row);
     void (*add)(const RowSum<T>&, std::size_t row);
+    void (*choose)(const Likeliest<T>&, std::size_t row);
 };
 
 /// The same code compiled for one instruction set; each function computes one row.
@@ -81,6 +101,8 @@ struct RowKernels {
     RowKernelsOf<float> float32;
     RowKernelsOf<BFloat16> bfloat16;
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
+    /// `nearest`: scratch [width].
+    void (*descend)(const Descent&, std::size_t row, std::int8_t* nearest);
 };
 
 /// Return the kernels of dtype T in `kernels`, a `RowKernels` or `IntegerKernels`.

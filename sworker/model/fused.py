@@ -138,10 +138,11 @@ class OnePassNorm:
         if x.dtype != self._dtype:
             own: torch.Tensor = type(self._norm).forward(self._norm, x)
             return own
-        rows = x.reshape(-1, len(self.weight)).contiguous()
-        out = torch.empty(rows.shape, dtype=self._dtype)
-        _sworker.rms_norm(_array(rows), self.weight, self.eps, self.round_first, _array(out), torch.get_num_threads())
-        return out.view(x.shape)
+        x = x.contiguous()
+        out = torch.empty(x.shape, dtype=self._dtype)
+        rows, normed = (_array(each).reshape(-1, len(self.weight)) for each in (x, out))
+        _sworker.rms_norm(rows, self.weight, self.eps, self.round_first, normed, torch.get_num_threads())
+        return out
 
 
 def _proven_norm(norm: Any) -> Callable[[torch.nn.Module], OnePassNorm] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent
@@ -113,18 +113,37 @@ def _layer_of(
 class Memory:
     """Arrays that layers in two calls share in one forward: q, k, v [T, heads, dim], cos and sin [T, dim].
 
-    ``out``: the output of the layer that ran last, [1, T, hidden]. ``rows``: a view of ``out``, [T, hidden].
+    ``form``: the layers' form, see ``LayerInTwoCalls``. ``out``: the output of the layer that ran last, [1, T, hidden].
+    ``rows``: a view of ``out``, [T, hidden].
     """
 
-    def __init__(
-        self, angles: tuple[torch.Tensor, ...], shapes: tuple[tuple[int, int], ...], dtype: torch.dtype
-    ) -> None:
-        """``angles``: cos and sin of a forward, [1, T, dim]; ``shapes``: (heads, dim) of q, k and v."""
-        self.angles, self.shapes = angles, shapes
+    def __init__(self, angles: tuple[torch.Tensor, ...], form: Form) -> None:
+        """``angles``: cos and sin of a forward, [1, T, dim]."""
+        self.angles, self.form = angles, form
         self.cos, self.sin = (array(each[0].contiguous()) for each in angles)
-        self.qkv = tuple(array(torch.empty(len(self.cos), *shape, dtype=dtype)) for shape in shapes)
+        self.qkv = tuple(array(torch.empty(len(self.cos), *shape, dtype=form.dtype)) for shape in form.shapes)
+        self.num_threads = torch.get_num_threads()
         self.out: torch.Tensor | None = None
         self.rows: Any = None
+        self._outs: list[tuple[torch.Tensor, Any]] = []
+
+    def next_out(self, width: int) -> Any:
+        """Set ``out`` and ``rows`` to new memory for rows of ``width`` elements; return ``rows``."""
+        if not self._outs or self._outs[-1][0].shape[2] != width:
+            # for several layers at once, since a torch operation takes 30 µs after attention; at most about 2 MB
+            most_elements = 1 << 20
+            count = max(1, most_elements // (len(self.cos) * width))
+            made = torch.empty(count, 1, len(self.cos), width, dtype=self.form.dtype)
+            self._outs = list(zip(made.unbind(), array(made)[:, 0], strict=True))
+        self.out, self.rows = self._outs.pop()
+        return self.rows
+
+
+class Form(NamedTuple):
+    """The (heads, dim) of a layer's q, k and v, and their dtype."""
+
+    shapes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
 
 
 class LayerInTwoCalls:
@@ -133,8 +152,8 @@ class LayerInTwoCalls:
     def __init__(self, module: Any, layer: _sworker.IntegerLayer, heads: tuple[int, int, int], qkv: IntegerProduct):
         """``heads``: number of query heads, of KV heads, and elements per head."""
         self._module, self._attention, self._layer = module, module.self_attn, layer
-        self._shapes = tuple((count, heads[2]) for count in (heads[0], heads[1], heads[1]))
-        self._dtype, self._isa = qkv.dtype, qkv.isa
+        shapes = tuple((count, heads[2]) for count in (heads[0], heads[1], heads[1]))
+        self._form, self._isa = Form(shapes, qkv.dtype), qkv.isa
         self._options: dict[str, Any] = {}
 
     def __call__(
@@ -149,38 +168,42 @@ class LayerInTwoCalls:
     ) -> torch.Tensor:
         """Return the layer's output [1, T, hidden]; arguments are those of transformers' decoder layers."""
         x, angles = hidden_states, position_embeddings
-        is_known = past_key_values is None and angles is not None and x.dtype == self._dtype and len(x) == 1
-        if not is_known or angles[0].shape[-1] != self._shapes[0][1]:  # or partial rotary embeddings
-            given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
-            own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
-            return own
         current: Any = getcurrent()
-        threads = torch.get_num_threads()
-        attend_rows = getattr(current, "attend_rows", None) if calls_of(self._attention) is DENSE else None
-        memory = current.memory if attend_rows else None
-        if memory is None or memory.angles is not angles or memory.shapes != self._shapes:
-            memory = Memory(angles, self._shapes, self._dtype)
-        rows = memory.rows if memory.out is x else array(x[0].contiguous())
+        memory: Any = getattr(current, "memory", None)
+        # In decodes, nothing but numpy and C++ runs between two layers' attention: torch is slow when caches are cold
+        is_next = memory is not None and memory.out is x and memory.angles is angles and memory.form == self._form
+        if not is_next:
+            if past_key_values is not None or not self._fits(x, angles):
+                given = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
+                own: torch.Tensor = type(self._module).forward(self._module, x, *given, **more)
+                return own
+            memory = Memory(angles, self._form)
+        rows = memory.rows if is_next else array(x[0].contiguous())
         q, k, v = memory.qkv
-        self._layer.before(rows, memory.cos, memory.sin, q, k, v, self._isa, threads)
+        self._layer.before(rows, memory.cos, memory.sin, q, k, v, self._isa, memory.num_threads)
+        attend_rows = getattr(current, "attend_rows", None) if calls_of(self._attention) is DENSE else None
         if attend_rows:
             current.memory, o = memory, attend_rows(q, k, v).reshape(len(rows), -1)
         else:
-            query, key, value = (from_numpy(each, self._dtype).transpose(0, 1)[None] for each in memory.qkv)
+            query, key, value = (from_numpy(each, self._form.dtype).transpose(0, 1)[None] for each in memory.qkv)
             attended, _ = attend(self._attention, query, key, value, attention_mask, **(self._options | more))
             o = array(attended[0].flatten(1).contiguous())
-        memory.out = torch.empty(x.shape, dtype=self._dtype)
-        memory.rows = array(memory.out)[0]
-        self._layer.after(rows, o, memory.rows, self._isa, threads)
+        out = memory.next_out(rows.shape[1])
+        self._layer.after(rows, o, out, self._isa, memory.num_threads)
         return memory.out
+
+    def _fits(self, x: torch.Tensor, angles: Any) -> bool:
+        """Return whether ``x`` is one sequence of rows, and the rotary embeddings cover all elements of a head."""
+        is_known = angles is not None and x.dtype == self._form.dtype and len(x) == 1
+        return is_known and angles[0].shape[-1] == self._form.shapes[0][1]
 
     @torch.inference_mode()
     def is_proven(self) -> bool:
         """Return whether a trial gives the bits of the layer's own code: its q, k, v and its output."""
         generator = torch.Generator().manual_seed(0)
-        width = len(self._module.input_layernorm.weight)
-        hidden = torch.randn(1, PROOF_ROWS, width, generator=generator).to(self._dtype)
-        angles = torch.randn(2, 1, PROOF_ROWS, self._shapes[0][1], generator=generator).to(self._dtype).unbind()
+        width, head_dim, dtype = len(self._module.input_layernorm.weight), self._form.shapes[0][1], self._form.dtype
+        hidden = torch.randn(1, PROOF_ROWS, width, generator=generator).to(dtype)
+        angles = torch.randn(2, 1, PROOF_ROWS, head_dim, generator=generator).to(dtype).unbind()
         arguments: dict[str, Any] = {"position_ids": torch.arange(PROOF_ROWS)[None], "position_embeddings": angles}
         try:
             wanted, call = _tried(lambda: type(self._module).forward(self._module, hidden, **arguments))

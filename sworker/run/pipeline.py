@@ -152,15 +152,15 @@ class MiniBatchForward:
         if over_scored:
             prompts = [calls.finished(module, o) for o in prompts]
         self.layer += 1
-        remote: torch.Tensor = self.own_greenlet.parent.switch()
+        remote = torch.as_tensor(self.own_greenlet.parent.switch())
         return self._assemble(remote.view(q.dtype), prompts, len(q))
 
     def _attend_rows(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Send q, k, v of plain rows; await R-workers; return o [T, heads, dim], valid until the next call."""
         self._send_arrays(self.mini_batch, self.layer, q, k, v)
         self.layer += 1
-        o: torch.Tensor = self.own_greenlet.parent.switch()
-        return o.numpy()
+        o: np.ndarray = self.own_greenlet.parent.switch()
+        return o
 
     def _assemble(self, remote: torch.Tensor, prompts: list[torch.Tensor], num_padded_rows: int) -> torch.Tensor:
         """Return o of all rows in packed order. ``remote``: rows from R-workers; ``prompts``: each chunk's rows."""
@@ -253,7 +253,7 @@ class Pipeline:
         forward: Forward,
         paused: deque[Forward],
         logits: dict[int, torch.Tensor],
-        *o: torch.Tensor,
+        *o: torch.Tensor | np.ndarray,
     ) -> None:
         """Run ``forward`` to its next attention call, or to its end."""
         self.clock.enter(MODEL, forward.mini_batch, forward.layer)
@@ -276,7 +276,7 @@ class Pipeline:
         If no o can be collected, take the one paused longest; the caller then waits for its o.
         """
         waiting = [forward.mini_batch for forward in paused]
-        mini_batch = self.staging.next_ready(waiting[:1] if self.in_order else waiting)
-        forward = next(forward for forward in paused if forward.mini_batch == mini_batch)
-        paused.remove(forward)
+        place = waiting.index(self.staging.next_ready(waiting[:1] if self.in_order else waiting))
+        forward = paused[place]
+        del paused[place]
         return forward

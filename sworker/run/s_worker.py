@@ -197,7 +197,10 @@ class SWorker:
                 for place in range(len(sampling[sequence_id]))
             ]
             all_logits = all_logits.index_select(0, to_device(origins, self.device))
-        sampled = iter(self._sampler.sample(all_logits, rows))
+        tokens = self._sampler.sample(all_logits, rows)
+        if len(rows) == len(num_logits):
+            return {sequence_id: [token] for sequence_id, token in zip(num_logits, tokens, strict=True)}
+        sampled = iter(tokens)
         return {sequence_id: [next(sampled) for _ in sampling[sequence_id]] for sequence_id in num_logits}
 
     def _own(self, logits: np.ndarray) -> torch.Tensor:

@@ -38,13 +38,14 @@ class PackedRows:
     """One mini-batch, ready for the model.
 
     ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the
-    ``num_sampled`` rows that need logits, then padding (empty if no row needs them). ``attending_rows``: selects, among
-    the first ``num_rows`` rows, those that attend on R-workers. ``tap``: keeps the queries of some rows.
+    ``num_sampled`` rows that need logits, then padding (empty if no row needs them); None for all T rows, of which the
+    first need logits. ``attending_rows``: selects, among the first ``num_rows`` rows, those that attend on R-workers.
+    ``tap``: keeps the queries of some rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    logits_rows: torch.Tensor
+    logits_rows: torch.Tensor | None
     num_rows: int
     num_sampled: int
     attending_rows: slice | torch.Tensor
@@ -73,28 +74,34 @@ def pack(mini_batch: MiniBatch, device: torch.device, least_rows: int = MIN_ROWS
     sampled, attending = np.flatnonzero(wanted), _attending_rows(attends)
     padding = np.zeros(max(0, least_rows - len(tokens)), np.int64)
     kept = np.concatenate([sampled, np.repeat(sampled[-1:], max(0, least_rows - len(sampled)))])
+    num_padded = len(tokens) + len(padding)
+    keeps_all = len(kept) == num_padded and bool(sampled[-1] == len(sampled) - 1)
     parts = [tokens, padding, positions, padding, kept, attending if isinstance(attending, np.ndarray) else padding[:0]]
     on_device = to_device(np.concatenate(parts), device)
-    num_padded = len(tokens) + len(padding)
-    input_ids, position_ids, logits_rows, attending_rows = on_device.split(
-        [num_padded, num_padded, len(kept), len(parts[-1])]
-    )
+    both, logits_rows, attending_rows = on_device.split([2 * num_padded, len(kept), len(parts[-1])])
+    input_ids, position_ids = both.view(2, 1, num_padded)
     return PackedRows(
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
-        logits_rows=logits_rows,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        logits_rows=None if keeps_all else logits_rows,
         num_rows=len(tokens),
         num_sampled=len(sampled),
         attending_rows=attending if isinstance(attending, slice) else attending_rows,
-        prompt_rows=tuple(
-            PromptRows(
-                int(chunk["sequence_id"]),
-                slice(int(end - chunk["num_rows"]), int(end)),
-                int(chunk["context_len"]),
-                bool(chunk["last_of_prompt"]),
-            )
-            for chunk, end in zip(chunks[~chunks["attends"]], ends[~chunks["attends"]], strict=True)
-        ),
+        prompt_rows=() if attends.all() else _prompt_rows(chunks, ends),
+    )
+
+
+def _prompt_rows(chunks: np.ndarray, ends: np.ndarray) -> tuple[PromptRows, ...]:
+    """Return the chunks that attend on the S-worker. ``ends``: int64, for each chunk, the end of its rows."""
+    here = ~chunks["attends"]
+    return tuple(
+        PromptRows(
+            int(chunk["sequence_id"]),
+            slice(int(end - chunk["num_rows"]), int(end)),
+            int(chunk["context_len"]),
+            bool(chunk["last_of_prompt"]),
+        )
+        for chunk, end in zip(chunks[here], ends[here], strict=True)
     )
 
 
@@ -156,10 +163,10 @@ class Staging(Protocol):
         R-workers compute for all of ``mini_batches``.
         """
 
-    def collect(self, mini_batch: int) -> torch.Tensor:
+    def collect(self, mini_batch: int) -> torch.Tensor | np.ndarray:
         """Return o, [attending rows, num_heads, value_head_dim], which stays valid until ``send``.
 
-        Its dtype is the model's, or an integer dtype with the same bits.
+        A tensor on a GPU; on a CPU the backend's array, whose dtype may be an integer dtype with the same bits.
         """
 
     def mark(self) -> None:
@@ -191,9 +198,9 @@ class HostStaging:
             return mini_batches[0]
         return next(filter(self._backend.ready, mini_batches), mini_batches[0])
 
-    def collect(self, mini_batch: int) -> torch.Tensor:
-        """See ``Staging.collect``. The result shares the backend's memory."""
-        return torch.from_numpy(self._backend.collect(mini_batch))
+    def collect(self, mini_batch: int) -> np.ndarray:
+        """See ``Staging.collect``. The result is the backend's memory."""
+        return self._backend.collect(mini_batch)
 
     def mark(self) -> None:
         """Do nothing."""

@@ -83,6 +83,8 @@ class SharedCores:
         The calling thread is one of them. Beside R-workers' threads, which are pinned too, Linux tends to wake two of
         torch's threads on one core, and leaves them there.
         """
+        if self._threads_now() != self.num_threads:  # the user's program has changed torch's number of threads
+            self._all = self.num_threads = self._threads_now()
         cores = sorted(os.sched_getaffinity(0))
         threads = self._team() if self.num_threads == len(cores) > 1 else []
         try:
@@ -108,8 +110,6 @@ class SharedCores:
     def start(self) -> None:
         """Record that model code starts. Use all threads again if the time with fewer threads is over."""
         self._started, self._cpu_started = self._now(), self._cpu_now() if self._num_watched else None
-        if self._threads_now() != self.num_threads:  # the user's program has changed torch's number of threads
-            self._all = self.num_threads = self._threads_now()
         if self.num_threads < self._all and self._started >= self._rests_until:
             self._use(self._all)
 

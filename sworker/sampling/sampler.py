@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fastdecode import _sworker
 from fastdecode.core.weighing import AttentionSource
 from fastdecode.sworker.sampling.logits import SamplingRow, edited_logits
 from fastdecode.sworker.sampling.probabilities import draw, probabilities, ranking_keys, top_token_ids, uniform
@@ -56,17 +58,13 @@ class Sampler:
         _check(logits, rows)
         if not rows:
             return []
-        # the largest logit gives the likeliest token, and shows whether the row holds NaN or +inf
-        best = logits.max(dim=-1)
-        # Token id of a row without a usable logit
-        failed = -1
-        tokens = best.indices.masked_fill(~best.values.isfinite(), failed)
+        tokens = _likeliest(logits)
         for part in _chunks(
             [i for i, row in enumerate(rows) if len(row.output_token_ids) < row.plain_from], logits.shape[1]
         ):
             index = torch.tensor(part, device=logits.device)
             chosen = _choose(logits.index_select(0, index), [rows[i] for i in part])
-            tokens[index] = chosen.masked_fill(tokens[index] == failed, failed)
+            tokens[index] = chosen.masked_fill(tokens[index] < 0, -1)
         token_ids: list[int] = tokens.tolist()
         logprobs = _requested_logprobs(logits, rows, token_ids)
         return [
@@ -93,6 +91,17 @@ def distribution(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if random:
         probs[random] = probabilities(scores[random], [rows[i].params for i in random])
     return probs.masked_fill_(failed[:, None], 0.0)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """Return the first largest of each row: int64 [num_rows]. It is -1 if the row holds NaN or +inf, or only -inf."""
+    if logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16):
+        dense, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
+        bits = (dense if logits.dtype == torch.float32 else dense.view(torch.uint16)).numpy()
+        _sworker.choose_likeliest(bits, tokens, torch.get_num_threads())
+        return torch.from_numpy(tokens)
+    best = logits.max(dim=-1)
+    return best.indices.masked_fill(~best.values.isfinite(), -1)
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -134,6 +134,10 @@ class Speeds:
 
     def observe(self, kv_loads: Sequence[int], r_seconds: Sequence[float]) -> None:
         """Learn from one decode step: attended KV tokens and busy seconds of each R-worker."""
+        if len(r_seconds) == 1:  # an R-worker that is compared with no other
+            if r_seconds[0] > 0:
+                self._usual.add(kv_loads, r_seconds)
+            return
         step = np.array([kv_loads, r_seconds], np.float64)
         tokens, seconds = step
         # An R-worker attends too little to show its speed if it has less than this fraction of the longest busy time

@@ -116,7 +116,7 @@ class LoadLimit:
         """Divide the limit in proportion to the R-workers' speeds; measure the limit if it is unknown.
         A strict limit stays divided as it was, since a sequence that fitted an R-worker's part must still fit later.
         """
-        if observed.shows_speeds and not self._is_given:
+        if len(self.shares) > 1 and observed.shows_speeds and not self._is_given:
             shares = np.where(self.shares > 0, self._speeds.lasting, 0.0)
             self.shares[:] = shares / shares.sum()
             self._hold_longest()
@@ -168,7 +168,7 @@ class BalanceFinder:
         """
         if num_rows >= 2 * self._num_rows:
             self._begin(num_rows)
-        busiest = int(np.argmax(r_seconds))
+        busiest = max(range(len(r_seconds)), key=r_seconds.__getitem__)
         # measured already, or no R-worker has attended
         if len(self._s_seconds) == NUM_STEPS or r_seconds[busiest] <= 0:
             return None

@@ -38,7 +38,7 @@ class Source(Protocol):
         return {}
 
     def pieces(self, sequence: TokenSequence, hit: Hit) -> list[Hit]:
-        """Return the part of the prefix ``hit`` that lies in each segment of ``sequence``, in order."""
+        """Return the part of the prefix ``hit`` that is in each segment of ``sequence``, in order."""
         return [hit]
 
     def twin(self, hit: Hit) -> Hit | None:
