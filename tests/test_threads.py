@@ -83,7 +83,7 @@ def test_many_threads_lose_few() -> None:
     for _ in range(100):
         machine.run(0.001, lost=0.0009)
     machine.runs(56)
-    for _ in range(25):
+    for _ in range(26):
         machine.lose()
     machine.runs(1)
 
