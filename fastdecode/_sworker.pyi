@@ -61,6 +61,22 @@ def multiply_in_order(
 Codes = npt.NDArray[np.int8]
 Floats = npt.NDArray[np.float32]
 
+def descend(
+    moments: npt.NDArray[np.float64],
+    gradient: npt.NDArray[np.float64],
+    codes: Codes,
+    unit: float,
+    farthest: float,
+    sweeps: int,
+    threads: int = 1,
+    isa: str = "auto",
+) -> None:
+    """Change ``codes`` q [rows, width] so that e · ``moments`` · e falls in each row, where e are the errors of q.
+
+    ``gradient`` [rows, width]: e · ``moments``, in 1 / ``unit``; it is changed, too. ``farthest``: most steps between a
+    code and its first value. All numbers are integers in float64 whose sums must stay below 2**53.
+    """
+
 def integer_isas() -> list[str]:
     """Return with which of "scalar", "avx2" and "avx512_vnni" this CPU can multiply integers, the best last."""
 

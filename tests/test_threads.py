@@ -83,7 +83,7 @@ def test_many_threads_lose_few() -> None:
     for _ in range(100):
         machine.run(0.001, lost=0.0009)
     machine.runs(56)
-    for _ in range(40):
+    for _ in range(26):
         machine.lose()
     machine.runs(1)
 
@@ -107,8 +107,8 @@ def test_trials_that_fail_become_rare_and_a_quiet_time_forgives() -> None:
         while machine.run(0.001) == 1:
             pass
         rests.append(machine.seconds - begin)
-    assert rests == pytest.approx([1, 2, 4, 8, 16, 16, 16, 16], rel=0.01)
-    machine.run(2 * REST_SECONDS[0])
+    assert rests == pytest.approx([0.25, 0.5, 1, 2, 4, 8, 16, 16], rel=0.05)
+    machine.run(2.0)
     machine.lose()
     machine.run(1.1 * REST_SECONDS[0])
     assert machine.run(0.001) == 2

@@ -43,6 +43,8 @@ class EngineConfig(EngineSettings):
 
 def _check_quantization(config: EngineConfig) -> None:
     """Raise ConfigError for a quantization that is unknown or that the model's device does not support."""
+    if config.int8_calibration_tokens and (config.quantization != "int8" or config.device == "cuda"):
+        raise ConfigError("int8_calibration_tokens: only quantization int8 on a CPU is calibrated: leave it out")
     if config.quantization is None:
         return
     if config.quantization not in QUANTIZATIONS:

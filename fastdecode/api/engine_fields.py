@@ -78,6 +78,11 @@ class EngineFields:
             "packed checkpoint's format keeps the weights packed; unpack unpacks them", MODEL, metavar="METHOD",
         unset="none: packed checkpoints stay packed on a GPU and are unpacked on the CPU",
     )  # fmt: skip
+    int8_calibration_tokens: int = setting(
+        0, "with --quantization int8 on the CPU, round weights so that their errors cancel out on this many random "
+            "tokens, such as 1024: half the loss of quality, and loading takes minutes per billion weights", MODEL,
+        metavar="N", least=0, most=8192, unset="0: round to nearest",
+    )  # fmt: skip
     device: str = setting(
         "auto", "device of the S-worker", MODEL, choices=DEVICES, unset="auto: cuda where there is a GPU, else cpu"
     )

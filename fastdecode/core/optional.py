@@ -9,6 +9,7 @@ PARTS = {
     "aligned functions": "sworker.adapters.elementwise",
     "audit": "cluster.pool.auditing",
     "faults": "cluster.r_worker.faults",
+    "calibration": "sworker.products.calibration",
     "CUDA graphs": "sworker.run.cuda_graphs",
     "CUDA staging": "sworker.run.cuda_staging",
     "handovers": "cluster.pool.handing_over",

@@ -62,6 +62,7 @@ def load_draft_model(config: EngineConfig, speculative: SpeculativeConfig, model
         lora_modules=[],
         speculative_config={},
         latent_absorption="s",
+        int8_calibration_tokens=0,  # it only proposes tokens
     )
     try:
         draft = SModel(own)

@@ -163,6 +163,18 @@ void multiply_in_order(const Rows<float>& x, const Rows<float>& weight, Rows<flo
     parallel_for(job.rows, threads, [&](std::size_t row) { kernels.multiply_row(job, row); });
 }
 
+void descend(const Rows<double>& moments, Rows<double>& gradient, Rows<std::int8_t>& codes, double unit,
+             double farthest, std::size_t sweeps, unsigned threads, const std::string& isa) {
+    check(codes.ndim() == 2 && same_shape(codes, gradient), "codes and gradient must be [rows, width] alike");
+    const auto rows = std::size_t(codes.shape(0)), width = std::size_t(codes.shape(1));
+    check(is_matrix(moments, codes.shape(1), width), "moments must be [width, width]");
+    const Descent job{moments.data(), gradient.mutable_data(), codes.mutable_data(), rows, width, sweeps, unit, farthest};
+    const RowKernels& kernels = kernels_of(isa);
+    std::vector<std::int8_t> nearest(rows * width);
+    py::gil_scoped_release free;
+    parallel_for(rows, threads, [&](std::size_t row) { kernels.descend(job, row, nearest.data() + row * width); });
+}
+
 }  // namespace
 }  // namespace sworker
 
@@ -177,6 +189,9 @@ PYBIND11_MODULE(_sworker, module) {
     bind<BFloat16>(module);
     module.def("multiply_in_order", multiply_in_order, py::arg("x").noconvert(), py::arg("weight").noconvert(),
                py::arg("out").noconvert(), py::arg("threads") = 1, py::arg("isa") = "auto");
+    module.def("descend", descend, py::arg("moments").noconvert(), py::arg("gradient").noconvert(),
+               py::arg("codes").noconvert(), py::arg("unit"), py::arg("farthest"), py::arg("sweeps"),
+               py::arg("threads") = 1, py::arg("isa") = "auto");
     bind_integers(module);
     bind_layers(module);
 }

@@ -164,11 +164,42 @@ void multiply_row(const OrderedProduct& job, std::size_t row) {
         multiply_columns<1>(x, job.weight + column * job.width, job.width, out + column);
 }
 
+/// Return the nearest integer of a number below 2^51 in size, the even one of two.
+double nearest_integer(double x) {
+    constexpr double large = 6755399441055744.0;  // 3 · 2^51: a sum with it has no digits after the point
+    return (x + large) - large;
+}
+
+/// Change one code to the best of those it may become. `nearest`: where it began.
+void descend_code(const Descent& job, std::size_t i, double nearest, double* __restrict__ gradient, std::int8_t& code) {
+    const double* __restrict__ moments = job.moments + i * job.width;
+    const double step = moments[i] * job.unit;
+    if (2.0 * gradient[i] <= step && -2.0 * gradient[i] <= step) return;
+    double least = nearest - job.farthest, most = nearest + job.farthest;
+    least = least < -127.0 ? -127.0 : least;
+    most = most > 127.0 ? 127.0 : most;
+    double best = double(code) + nearest_integer(gradient[i] / step);
+    best = best < least ? least : best > most ? most : best;
+    const double move = (best - double(code)) * job.unit;
+    code = std::int8_t(best);
+    if (move != 0.0)
+        for (std::size_t k = 0; k < job.width; ++k) gradient[k] -= move * moments[k];
+}
+
+void descend(const Descent& job, std::size_t row, std::int8_t* nearest) {
+    std::int8_t* codes = job.codes + row * job.width;
+    double* gradient = job.gradient + row * job.width;
+    for (std::size_t i = 0; i < job.width; ++i) nearest[i] = codes[i];
+    for (std::size_t sweep = 0; sweep < job.sweeps; ++sweep)
+        for (std::size_t i = 0; i < job.width; ++i) descend_code(job, i, nearest[i], gradient, codes[i]);
+}
+
 }  // namespace
 
 const RowKernels kernels{SWORKER_NAME(SWORKER_ISA),
                          {norm<float>, rotate<float>, sum<float>, add<float>, choose<float>},
                          {norm<BFloat16>, rotate<BFloat16>, sum<BFloat16>, add<BFloat16>, choose<BFloat16>},
-                         multiply_row};
+                         multiply_row,
+                         descend};
 
 }  // namespace sworker::SWORKER_ISA

@@ -57,6 +57,17 @@ struct OrderedProduct {
     std::size_t rows, columns, width;
 };
 
+/// Coordinate descent of rows of int8 codes q: (exact - q) · moments · (exact - q) falls with each code that changes.
+/// `gradient` [rows, width]: (exact - q) · moments, in 1 / unit; `codes` [rows, width] stay within `farthest` of where
+/// they began. `moments` [width, width] is symmetric. All sums are integers below 2^53, so they are exact.
+struct Descent {
+    const double* moments;
+    double* gradient;
+    std::int8_t* codes;
+    std::size_t rows, width, sweeps;
+    double unit, farthest;
+};
+
 /// out = x + y; all [rows, dim]. `out` may be `x`.
 template <typename T>
 struct RowSum {
@@ -90,6 +101,8 @@ struct RowKernels {
     RowKernelsOf<float> float32;
     RowKernelsOf<BFloat16> bfloat16;
     void (*multiply_row)(const OrderedProduct&, std::size_t row);
+    /// `nearest`: scratch [width].
+    void (*descend)(const Descent&, std::size_t row, std::int8_t* nearest);
 };
 
 /// Return the kernels of dtype T in `kernels`, a `RowKernels` or `IntegerKernels`.

@@ -73,10 +73,16 @@ def load(config: EngineConfig, hf_config: Any, rank: AnyRank | None) -> LoadedCo
         raise ConfigError(f"latent_absorption: r needs latent attention (MLA), and {hf_config.model_type} has none")
     needs_whole = rank and (config.prefill_workers or config.journal)
     layers = probe_layers(TransformersCode(whole), hf_config) if needs_whole else None
+    if config.int8_calibration_tokens and not multiplies_int8(config):
+        raise ConfigError("int8_calibration_tokens: only quantization int8 on a CPU is calibrated: leave it out")
     if multiplies_int8(config):
         published = published_codes(config.model, config.revision, packed_in)
         dtype = resolve_dtype(config.dtype, hf_config)
-        optional("integer products").quantize(whole, hf_config, published, dtype)
+        num_tokens = config.int8_calibration_tokens
+        optional("integer products").quantize(whole, hf_config, published, dtype, num_tokens > 0)
+        if num_tokens:
+            # ranks cut the rounded weights, so their number changes none
+            digest += optional("calibration").calibrate(TransformersCode(whole), hf_config, num_tokens, rank)
     code = TransformersCode(place_model(config, hf_config, whole, rank))
     layout = _replace_and_probe(code, hf_config, config)
     if multiplies_int8(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,13 +43,14 @@ class IntegerCodes:
     """A weight rotated in blocks of ``block`` inputs and quantized: int8 ``codes`` [outputs, inputs].
 
     ``scales``: float32 [outputs]. ``rank``: set if this rank has only some of the inputs; then all ranks' integer sums
-    are added before they are scaled.
+    are added before they are scaled. ``plain``: the unrounded weight, until a calibration has rounded it again.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     block: int
     rank: Ranks | None = None
+    plain: torch.Tensor | None = None
 
     def cut_outputs(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``cut`` to the output dimension of codes and scales."""
@@ -101,21 +103,26 @@ def block_of(width: int, num_heads: int, is_cut: bool) -> int:
 
 
 def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Undo the rotation of ``rows``, float32 [rows, width]. Each of its stages is its own inverse, up to a factor."""
+    """Undo the rotation of ``rows`` [rows, width]. Each of its stages is its own inverse, up to a factor."""
+    return rotated(rows, block) / (block & -block)
+
+
+def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Return ``rows`` [rows, width] rotated in blocks, in their own dtype, with additions in one fixed order."""
     part = block & -block
-    mixed, apart = rows, block
+    mixed, apart = rows.T.contiguous(), block  # neighbours in memory are then mixed alike
     for factor in (7, 5, 3):
         while apart // part % factor == 0:
             apart //= factor
-            parts = mixed.unflatten(-1, (-1, factor, apart))
-            mixed = (parts.sum(-2, keepdim=True) * (2 / factor) - parts).flatten(-3)
+            parts = mixed.unflatten(0, (-1, factor, apart))
+            total = functools.reduce(torch.add, parts.unbind(1)).unsqueeze(1)
+            mixed = (total * (2 / factor) - parts).flatten(0, 2)
     apart = 1
     while apart < part:
-        pairs = mixed.unflatten(-1, (-1, 2, apart))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        mixed = torch.stack((first + second, first - second), -2).flatten(-3)
+        first, second = mixed.unflatten(0, (-1, 2, apart)).unbind(1)
+        mixed = torch.stack((first + second, first - second), 1).flatten(0, 2)
         apart *= 2
-    return (mixed / part).reshape(rows.shape)
+    return mixed.T.contiguous()
 
 
 def set_codes(linear: Any, codes: IntegerCodes) -> None:

@@ -37,10 +37,13 @@ from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
 logger = logging.getLogger(__name__)
 
 
-def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes]) -> None:
+def quantize_linears(
+    model: torch.nn.Module, hf_config: Any, published: Mapping[str, Codes], keeps_plain: bool = False
+) -> None:
     """Quantize every plain ``nn.Linear`` on the CPU in place; free each weight as soon as it is quantized.
 
     ``published``: readers of int8 weights in the checkpoint, by name. These are used unchanged, not rotated.
+    ``keeps_plain``: keep unquantized weights for a calibration. Weights in mapped files take no memory until then.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     maps, num_heads, cut = FileMaps(), num_attention_heads(hf_config), layers_with_cut_inputs(model)
@@ -50,6 +53,8 @@ def quantize_linears(model: torch.nn.Module, hf_config: Any, published: Mapping[
         weight, own = linear.weight, published.get(f"{name}.weight")
         block = block_of(linear.in_features, num_heads, name in cut)
         codes = IntegerCodes(*own(), 1) if own else quantized(weight, block)
+        if keeps_plain and not own:
+            codes.plain = weight
         set_codes(linear, codes)
         if owners[id(weight)] == 1:
             linear.weight = _stand_in(weight, codes)
@@ -111,7 +116,7 @@ class IntegerLinears:
         self._proven: set[tuple[object, ...]] = set()
         self.products: dict[int, IntegerProduct] = {}
         """The product of each layer, by the layer's ``id()``."""
-        for linears in list(_groups(model)):
+        for linears in list(groups_of(model)):
             self._pack(linears)
             return_free_memory()  # otherwise the freed int8 weights would leave holes between packed weights
         if self.num_layers:
@@ -234,7 +239,7 @@ class IntegerProduct(SharedProduct):
         return self.compute(rows)
 
 
-def _groups(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
+def groups_of(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:
     """Yield every quantized layer, grouped with the layers that read the same rows."""
     seen: set[int] = set()
     # Names of sibling layers that read the same rows, which a shared product quantizes only once

@@ -24,13 +24,20 @@ def loading_arguments(hf_config: Any) -> dict[str, Any]:
     return {"quantization_config": ExpertsConfig()} if expert_counts(hf_config) else {}
 
 
-def quantize(model: torch.nn.Module, hf_config: Any, published: Mapping[str, Any], dtype: torch.dtype) -> None:
+def quantize(
+    model: torch.nn.Module,
+    hf_config: Any,
+    published: Mapping[str, Any],
+    dtype: torch.dtype,
+    keeps_plain: bool = False,
+) -> None:
     """Quantize the linear layers and experts of ``model`` to int8.
 
     ``published``: the checkpoint's own int8 weights. ``dtype``: that to which packed weights are first unpacked.
+    ``keeps_plain``: see ``quantize_linears``.
     """
     restore_linears(model, dtype)
-    quantize_linears(model, hf_config, published)
+    quantize_linears(model, hf_config, published, keeps_plain)
     unpack_unquantized(model)
     quantize_experts(model, num_attention_heads(hf_config))
 
@@ -48,7 +55,7 @@ class IntegerProducts:
 
         The norms and rotary embeddings of the model must have been replaced before.
         """
-        gated = GatedLayers(self._model, self._linears)
+        gated = GatedLayers(self._model, self._linears.products)
         return [gated, LayersInTwoCalls(self._model, self._linears, gated)]
 
 

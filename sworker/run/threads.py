@@ -22,7 +22,7 @@ LOST_SECONDS = 3e-3
 LOSSES = 3, 16
 """(losses, calls): that many losses in that many calls reduce the threads. A busy process causes repeated losses."""
 
-REST_SECONDS = 1.0, 16.0
+REST_SECONDS = 0.25, 16.0
 """Seconds with fewer threads before all are tried again: (the first time, most after failed trials)."""
 
 
@@ -143,7 +143,9 @@ class SharedCores:
         If such a while has only just ended, the next one is twice as long.
         """
         if self.num_threads == self._all:
-            failed_at_once = now < self._rests_until + REST_SECONDS[0]
+            # A trial that ends within this time has failed
+            trial_seconds = 1.0
+            failed_at_once = now < self._rests_until + trial_seconds
             self._rest_seconds = min(2 * self._rest_seconds, REST_SECONDS[1]) if failed_at_once else REST_SECONDS[0]
         self._rests_until = now + self._rest_seconds
         self._use(self.num_threads - max(1, self.num_threads // 8))

@@ -20,8 +20,8 @@ class CommitAhead {
   public:
     enum class Piece { committed, busy, none };
 
-    /// No piece begins while `pool` has a job. The thread of `start` runs on `cores`, so that the memory lies on their
-    /// NUMA node.
+    /// No piece begins while `pool` has a job. The thread of `start` runs on `cores`, so that the memory belongs to
+    /// their NUMA node.
     CommitAhead(const KVCache& cache, const ThreadPool& pool, std::vector<int> cores);
     ~CommitAhead();
     CommitAhead(const CommitAhead&) = delete;
