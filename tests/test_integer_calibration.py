@@ -23,7 +23,8 @@ from fastdecode.sworker.products.rounding import FARTHEST, SWEEPS, descend, frac
 
 AVX2 = {"FASTDECODE_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 SCALAR = {"FASTDECODE_ISA": "scalar", "ATEN_CPU_CAPABILITY": "default"}
-MODELS = ("llama-gqa", "qwen3")
+MODELS = ("llama-gqa", "qwen2", "phi3", "gemma2")
+"""Models without biases, with biases, with one layer for q, k and v, and with gated gelu."""
 
 
 def slow_descent(exact: list[int], codes: list[int], moments: list[list[int]], unit: int) -> list[int]:
