@@ -88,7 +88,7 @@ class Completion:
             self.finish_reason,
             self.stop_reason,
             Grown(self.logprobs) if self.logprobs else None,
-            Grown(self.text_ends),
+            Grown(self.text_ends) if self.text_ends else (),
             Grown(self.sources) if self.sources else None,
         )
 

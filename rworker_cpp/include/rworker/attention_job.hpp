@@ -19,8 +19,8 @@ class AttentionJob final : public LayerJob {
     /// The index layer whose picks of this step are known; -1: none.
     std::int64_t picked_by() const { return picks_.layer(); }
     void forget_picks() { picks_.forget(); }
-    /// Sets how many of the last index layer's picks lie in each range: counts [row and node][head], of which only a
-    /// row's first node is used. Throws Error for impossible counts.
+    /// Sets how many of the last index layer's picks lie in each range: counts [row and node][head]. It uses
+    /// the counts of each row's first node. Throws Error for impossible counts.
     void share(std::span<const std::int32_t> counts);
     /// True where these counts are known.
     bool is_shared() const { return is_shared_; }
