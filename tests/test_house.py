@@ -30,13 +30,13 @@ MOST_LINES_OF_A_FUNCTION = 51
 CEILINGS = {
     "import circles": 0,
     "modules that serving imports": 258,
-    "lines that serving imports": 40_020,  # the setting that rounds weights again
-    "lines of the product": 70_870,  # weights rounded again for the rows that they multiply
+    "lines that serving imports": 40_011,  # the setting that rounds weights again
+    "lines of the product": 70_865,  # weights rounded again for the rows that they multiply
     "files over 300 lines": 0,
     "files over 300 lines beside the product": 0,  # C++, fuzzers, scripts, benchmarks
     "functions over 51 lines": 0,
     "methods of the largest class": 25,
-    "module constants": 602,  # the descent's sweeps and farthest step, the length of calibrating sequences
+    "module constants": 599,
     "docstrings that are fragments": 13,
 }
 

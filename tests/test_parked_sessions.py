@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,20 @@ def next_turns(prompts: list[list[int]], answers: list[list[int]]) -> list[list[
 
 def wait_until_parked(llm: LLM) -> None:
     """Wait until all retained prefixes are on the disk."""
-    state = llm.engine.scheduler.store
+    workers = llm.engine.scheduler.store.workers
+    _look_around_while(
+        llm, lambda: any(not prefix.is_parked for worker in workers for prefix in worker.prefixes.values())
+    )
+
+
+def wait_until_room(llm: LLM) -> None:
+    """Wait until the only R-worker has parked what it may soon evict."""
+    _look_around_while(llm, lambda: llm.engine.scheduler.store.parked.next_to_park(0, -math.inf) is not None)
+
+
+def _look_around_while(llm: LLM, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while any(not prefix.is_parked for worker in state.workers for prefix in worker.prefixes.values()):
+    while holds():
         llm.engine.look_around()
         if time.monotonic() > deadline:
             raise TimeoutError("something is never parked")
@@ -181,14 +193,16 @@ def test_a_wrong_file_is_computed_again(folder: Path, tmp_path: Path, undisturbe
 
 @pytest.mark.slow
 def test_where_room_is_short_prefixes_are_parked_before_they_are_evicted(folder: Path, tmp_path: Path) -> None:
-    """Chats take four times the cache of 30 blocks, and those that reached the disk in time come back."""
+    """Chats take four times the cache of 30 blocks, and those that reached the disk come back."""
     prompts = chats(10)
     with make_llm(folder) as llm:
         first = run(llm, prompts)
         second = run(llm, following := next_turns(prompts, first))
         num_bytes = 30 * BLOCK * llm.engine.s_model.layout.kv_bytes_per_token
     with make_llm(folder, kv_cache_memory=num_bytes, max_num_seqs=2, park_dir=str(tmp_path), park_after=1000.0) as llm:
-        assert [run(llm, [prompt])[0] for prompt in prompts] == first
+        for prompt, answer in zip(prompts, first, strict=True):
+            assert run(llm, [prompt]) == [answer]
+            wait_until_room(llm)
         assert run(llm, following) == second
         counts = llm.engine.scheduler.store.parked.counts
         assert counts.num_woken >= 1 and counts.num_failed == 0

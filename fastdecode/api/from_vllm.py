@@ -32,10 +32,6 @@ IGNORED = frozenset(name for name, each in FOREIGN.items() if not each.refused)
 REFUSED = {name: each.text for name, each in FOREIGN.items() if each.refused}
 
 
-_ADVICE = ("gpu_memory_utilization", "numa_bind")
-"""Ignored vLLM settings for which the log also names the flag to use instead."""
-
-
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...] = ()) -> bool:
     """Return whether ``value`` means the same as leaving the field out, as each value in ``neutral`` does."""
     return value is None or value is False or value in ("", [], {}) or value in neutral
@@ -95,7 +91,8 @@ def check_foreign(
         name for name in also_ignored & settings.keys() if not asks_for_nothing(settings[name])
     )
     if ignored:
-        advice = "".join(f"; {name}: {foreign[name].text}" for name in _ADVICE if name in ignored)
+        replaced = [name for name in ("gpu_memory_utilization", "numa_bind") if name in ignored]
+        advice = "".join(f"; {name}: {foreign[name].text}" for name in replaced)
         logger.warning("settings of vLLM that mean nothing here are ignored: %s%s", ", ".join(ignored), advice)
     for name in sorted(asked - set(ignored)):
         raise ConfigError(f"{name}: {foreign[name].text}")

@@ -126,7 +126,7 @@ class CudaGraphForward:
         if self._packed.tap:
             self._packed.tap.take(layer, rows.q)
         self.layer += 1
-        o: torch.Tensor = self.own_greenlet.parent.switch()
+        o = torch.as_tensor(self.own_greenlet.parent.switch())
         rows.o[:count].copy_(o.view(rows.o.dtype))
 
 

@@ -35,6 +35,9 @@ HYBRIDS = ("qwen3_next", "falcon_h1", "lfm2")
 DEMO = "demo"
 """The demo model of the package, the only one with a tokenizer."""
 
+CALIBRATED = ("llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3", "gemma2", DEMO)
+"""Architectures whose int8 weights can be rounded again, since every operation has the same bits on every machine."""
+
 BETWEEN = "between steps"
 WHERE = (
     "before admit", "after transfers.begin_next", "after controls_alone", "before export", "before import_",
@@ -135,6 +138,7 @@ def draw(seed: int, kinds: Sequence[str] = tuple(KINDS), is_small: bool = False)
     if hybrid:  # states need more memory than this many tokens
         architecture, memory, settings = hybrid, 0, _with_states(seed, settings, hybrid)
     settings = _exact(settings | _draw_integers(seed, kind), architecture)
+    settings |= _draw_calibration(seed, settings, architecture)
     if not (hybrid and has_ranges):
         settings |= draw_parking(seed, kind, settings, bool(hybrid))
     return Configuration(seed, kind, architecture, settings, pool, num_workers, memory, forces_drafts, asks, events)
@@ -215,6 +219,12 @@ def _draw_integers(seed: int, kind: str) -> dict[str, Any]:
     cache = {"kv_cache_dtype": rng.choice(("auto", "bfloat16", "int8", "int4"))}
     ranks = {"dtype": rng.choice(("float32", "bfloat16", "float16"))} | cache if kind == "ranks" else {}
     return {"quantization": "int8"} | ranks
+
+
+def _draw_calibration(seed: int, settings: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Return a number of calibration tokens for half the rounds whose int8 weights can be rounded again."""
+    can_calibrate = "quantization" in settings and settings["dtype"] != "float16" and architecture in CALIBRATED
+    return {"int8_calibration_tokens": 96} if can_calibrate and random.Random(f"again {seed}").random() < 0.5 else {}
 
 
 def _draw_drafts(rng: random.Random, architecture: str) -> dict[str, Any]:

@@ -118,6 +118,8 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Round:
         asks |= {str(number): _ask(rng, number, 48 + rng.randrange(64)) for number in range(0, 12, 4)}
     kind = kinds[seed % len(kinds)]
     settings |= random.Random(f"integers {seed}").choice(({}, {}, {"quantization": "int8"}))
+    if "quantization" in settings and "hybrid" not in kind:
+        settings |= random.Random(f"again {seed}").choice(({}, {"int8_calibration_tokens": 96}))
     settings |= random.Random(f"audit {seed}").choice(({}, {"audit": 0.05}, {"audit": 0.5}))
     if "rank" in kind:
         settings |= {"tensor_parallel_size": 2}

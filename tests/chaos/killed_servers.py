@@ -95,6 +95,8 @@ def draw(seed: int, folder: Path, kinds: tuple[str, ...]) -> Load:
     flags += ["--block-size", rng.choice(("16", "32")), "--max-num-seqs", rng.choice(("8", "24"))]
     flags += rng.choice(([], ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']))
     flags += random.Random(f"integers {seed}").choice(([], [], ["--quantization", "int8"]))
+    if "--quantization" in flags:
+        flags += random.Random(f"again {seed}").choice(([], ["--int8-calibration-tokens", "96"]))
     return Load(seed, kinds[seed % len(kinds)], folder, tuple(flags), {f"{n}": _ask(rng, n) for n in range(12)})
 
 

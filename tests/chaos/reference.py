@@ -21,6 +21,7 @@ LONG_POSITIONS = 4096
 ALONE = (
     "dtype", "kv_cache_dtype", "block_size", "max_model_len", "latent_absorption", "mamba_ssm_cache_dtype",
     "quantization",
+    "int8_calibration_tokens",
 )  # fmt: skip
 """Settings that the reference shares with the round."""
 

@@ -31,7 +31,7 @@ STEP_SECONDS = 0.02
 
 PATIENCE_SECONDS = 60.0
 NAMES = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "num_mini_batches", "max_num_seqs", "schedule")
-NAMES += ("max_num_batched_tokens", "kv_replicas", "prefill_scratch", "quantization")
+NAMES += ("max_num_batched_tokens", "kv_replicas", "prefill_scratch", "quantization", "int8_calibration_tokens")
 
 
 @dataclass

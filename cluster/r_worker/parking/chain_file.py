@@ -34,7 +34,6 @@ from fastdecode.core.parked import MARK_BYTES, PIECE_TOKENS, num_marks, num_piec
 MAGIC = b"FDCHAIN2"
 SUFFIX, UNFINISHED = ".chain", ".part"
 _LENGTH = struct.Struct("<I")
-_NUMBER = struct.Struct("<Q")
 _DIGEST_BYTES, _CHECKSUM_BYTES = 32, 16
 
 Name = Annotated[str, Meta(max_length=200)]
@@ -263,4 +262,4 @@ def _checksum(start: bytes, number: int, piece: np.ndarray) -> bytes:
 
 
 def _seed(start: bytes, number: int) -> bytes:
-    return hashlib.sha256(start + _NUMBER.pack(number)).digest()[:_CHECKSUM_BYTES]
+    return hashlib.sha256(start + number.to_bytes(8, "little")).digest()[:_CHECKSUM_BYTES]

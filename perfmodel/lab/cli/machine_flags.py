@@ -17,9 +17,6 @@ DEFAULT_LINK = "100Gb"
 """The S-worker's link without --link."""
 
 
-PRESETS: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
-
-
 def add_machine_flags(group: Any) -> None:
     """Add the flags that describe a machine by name, in numbers, or as measured here."""
     group.add_argument(
@@ -30,7 +27,8 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument(
         "--quantization", choices=("int8",), help="int8: linear layers of an S-worker on a CPU multiply int8 (off)"
     )
-    gpus, hosts = (f"{', '.join(presets)}; {NUMBERS[kind]}; here: measured" for kind, presets in PRESETS.items())
+    presets: dict[str, Iterable[str]] = {"gpu": GPUS, "cpu": CPU_HOSTS}
+    gpus, hosts = (f"{', '.join(names)}; {NUMBERS[kind]}; here: measured" for kind, names in presets.items())
     group.add_argument(
         "--model", metavar="NAME_OR_PATH", help="model: a name such as llama-7b, a model folder or a config.json"
     )
