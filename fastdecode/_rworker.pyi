@@ -416,9 +416,9 @@ class RWorker:
         """
 
     def commit_ahead(self, least: int = 0) -> None:
-        """From now on, while no steps come, commit the memory of free blocks before steps need it.
+        """Commit memory for free blocks while no step is open. Call this on the thread that takes the steps.
 
-        These are ``least`` blocks, one per sequence of a step, or half as many as were ever used, whichever is most.
+        It commits the largest of: ``least`` blocks, one per sequence of the last step, half of the blocks ever used.
         """
 
     def check_store(self, job_id: int, layer: int, start: int, num_rows: int) -> None:

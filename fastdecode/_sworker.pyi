@@ -44,7 +44,7 @@ def sum_weighted(
     """
 
 def choose_likeliest(logits: Rows, tokens: npt.NDArray[np.int64], threads: int = 1, isa: str = "auto") -> None:
-    """Set ``tokens`` [rows] to the first largest of each row of ``logits`` [rows, vocab].
+    """Set ``tokens`` [rows] to the index of the first largest logit in each row of ``logits`` [rows, vocab].
 
     The token is -1 if the row holds NaN or +inf, or nothing but -inf.
     """

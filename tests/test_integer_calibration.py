@@ -209,7 +209,7 @@ class TwoRanks:
 
 
 def test_ranks_that_differ_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match="rank 1 rounds weights otherwise than rank 0"):
+    with pytest.raises(ModelLoadError, match="rank 1 and rank 0 round weights differently"):
         check_ranks(TwoRanks(), "00" * 32)  # type: ignore[arg-type]
 
 

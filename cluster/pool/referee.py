@@ -63,7 +63,7 @@ class Referee:
             cache.end_step()
 
     def overflows(self, row: AuditedRow, rows: np.ndarray, mode: AuditMode = AuditMode.ROWS) -> bool:
-        """Return whether the query or any of ``rows`` (keys and values) is not finite, so ``row`` must not be judged.
+        """Return whether the query, or attention over all of ``rows``, is not finite: ``row`` must not be judged then.
 
         The R-worker multiplies the values of tokens that a row must not see by the weight 0: tokens of the same span
         that come later, and tokens of the same tile that precede the row's window. If such a value is not finite, the

@@ -80,7 +80,7 @@ class EngineFields:
     )  # fmt: skip
     int8_calibration_tokens: int = setting(
         0, "with --quantization int8 on the CPU, round weights so that their errors cancel out on this many random "
-            "tokens, such as 1024: half the loss of quality, and loading takes minutes per billion weights", MODEL,
+            "tokens, such as 1024. This halves the loss of quality; loading takes minutes per billion weights", MODEL,
         metavar="N", least=0, most=8192, unset="0: round to nearest",
     )  # fmt: skip
     device: str = setting(

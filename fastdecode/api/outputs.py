@@ -37,7 +37,7 @@ class Grown(Sequence[Item]):
         return self._count
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield the items in order. A copied list is passed on some twice as fast as each item by itself."""
+        """Yield the items in order. Iterating over a copy is about twice as fast as reading items one by one."""
         return iter(self._items[: self._count])
 
     @overload

@@ -11,7 +11,7 @@ namespace {
 
 #ifdef RWORKER_PORTABLE
 void ask_for_huge_pages(void*, std::size_t) {}
-void populate(std::uint8_t*, std::int64_t, std::int64_t) {}
+bool populate(std::uint8_t*, std::int64_t, std::int64_t) { return false; }
 constexpr bool kPopulates = false;
 #else
 /// With pages of 64 KB a huge page has 512 MB, which the first write would clear in the middle of a step.
@@ -25,10 +25,10 @@ void ask_for_huge_pages(void* mapping, std::size_t num_bytes) {
 constexpr bool kPopulates = true;
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
 
-void populate(std::uint8_t* mapping, std::int64_t first_byte, std::int64_t end_byte) {
+bool populate(std::uint8_t* mapping, std::int64_t first_byte, std::int64_t end_byte) {
     const std::int64_t page_bytes = sysconf(_SC_PAGESIZE);
     const std::int64_t first_page = first_byte / page_bytes * page_bytes;
-    madvise(mapping + first_page, std::size_t(end_byte - first_page), kPopulateWrite);
+    return madvise(mapping + first_page, std::size_t(end_byte - first_page), kPopulateWrite) == 0;
 }
 #endif
 
@@ -42,8 +42,8 @@ Arena::Arena(std::int64_t num_bytes) : num_bytes_(std::max<std::int64_t>(num_byt
     data_ = static_cast<std::uint8_t*>(mapping);
 }
 
-void Arena::commit(std::int64_t first_byte, std::int64_t num_bytes) const {
-    populate(data_, first_byte, std::min(first_byte + num_bytes, num_bytes_));
+bool Arena::commit(std::int64_t first_byte, std::int64_t num_bytes) const {
+    return populate(data_, first_byte, std::min(first_byte + num_bytes, num_bytes_));
 }
 
 bool Arena::can_commit() { return kPopulates; }

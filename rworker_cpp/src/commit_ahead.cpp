@@ -78,7 +78,7 @@ CommitAhead::Piece CommitAhead::commit_piece(double now) {
     }
     if (in_step_.load(std::memory_order_acquire) || now < quiet_until_.load(std::memory_order_acquire) || pool_.is_busy())
         return Piece::busy;
-    cache_.commit_block(layer_, block);
+    if (!cache_.commit_block(layer_, block)) return Piece::failed;
     if (++layer_ == std::int64_t(cache_.layers().size())) {
         layer_ = 0;
         end_.store(block + 1, std::memory_order_release);
@@ -94,7 +94,7 @@ void CommitAhead::run() {
         if (piece == Piece::busy)
             changed_.wait_for(lock, std::chrono::duration<double>(kQuietSeconds), [&] { return stopping_; });
         if (piece == Piece::none) changed_.wait(lock, [&] { return stopping_ || asked_ > end(); });
-        if (stopping_) return;
+        if (stopping_ || piece == Piece::failed) return;
     }
 }
 

@@ -71,7 +71,7 @@ void Worker::begin_step(std::span<const Control> controls, std::span<const std::
     const bool only_controls = std::ranges::all_of(mini_batches, [](const auto& spans) { return spans.empty(); });
     if (!only_controls) check_weights();
     check_order(mini_batches);
-    ahead_.end_step(now_seconds());
+    ahead_.end_step(now_seconds());  // starts the quiet time, so no piece begins while the step is planned
     cache_.begin_step(controls, all_spans(mini_batches));
     aim_ahead();
     edits_.plan();

@@ -142,7 +142,7 @@ void bind(py::module_& module) {
             check(tokens.ndim() == 1 && tokens.shape(0) == logits.shape(0), "tokens must be [rows]");
             const Likeliest<T> job{logits.data(), tokens.mutable_data(), std::size_t(logits.shape(0)),
                                    std::size_t(logits.shape(1))};
-            // An element costs a comparison alone, and by now the threads have fallen asleep
+            // This kernel only compares. The threads sleep by now, so waking them pays only for many elements
             run_rows(job, of<T>(kernels_of(name)).choose, std::size_t(logits.size()) / 64, number);
         },
         py::arg("logits").noconvert(), py::arg("tokens").noconvert(), threads, isa);

@@ -101,8 +101,8 @@ void add(const RowSum<T>& job, std::size_t row) {
     for (std::size_t i = 0; i < job.dim; ++i) out[i] = as<T>(load(x[i]) + load(y[i]));
 }
 
-/// Return integers in the order of the numbers `value`, since compilers do not vectorize the maximum of floats.
-/// Both zeros become 0. NaN becomes more than infinity does, or less than its negative.
+/// Return an integer that sorts like the float `value`, since compilers do not vectorize the maximum of floats.
+/// Both zeros become 0. A positive NaN sorts above +inf, and a negative NaN below -inf.
 std::int16_t ordered(BFloat16 value) {
     const auto bits = std::int16_t(value);
     const auto magnitude = std::int16_t(bits & 0x7FFF);

@@ -66,10 +66,10 @@ def begin_groups(rank: Any, has_experts: bool) -> None:
 
 @contextlib.contextmanager
 def _own_ident() -> Iterator[None]:
-    """Let vLLM name shared memory by a name that no other process has, even if this process inherited one.
+    """Give this process its own VLLM_DIST_IDENT, so that vLLM's CPU communicator makes no shared memory.
 
-    If all ranks have the same name, vLLM makes shared memory by it. The memory outlives killed ranks, and ranks of the
-    same parent process could not start again.
+    Ranks of one parent may inherit one name, and vLLM then shares memory by that name. The memory outlives killed
+    ranks, and the next ranks of that parent cannot start.
     """
     name = "VLLM_DIST_IDENT"
     before = os.environ.get(name)

@@ -1,13 +1,14 @@
 """Rounds the int8 weights of a model again, layer after layer, in one forward of random tokens.
 
-The forward is the int8 model's own. A layer's weights are rounded when its rows arrive, so later layers see the effect.
-The forward may call only operations whose bits are the same on every machine, so that the weights are, too.
+The forward multiplies int8 weights. A layer is rounded when its input arrives, so later layers see the effect.
+Only operations that have the same bits on every machine are allowed, so the weights have the same bits, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ def calibrate(code: ModelCode, hf_config: Any, num_tokens: int, rank: Ranks | No
 
     try:
         ModelGreenlet(run, _attend).switch()
+        logger.warning("%d linear layers stay rounded to nearest: the forward does not use them", products.num_waiting)
     except AllRoundedError:
         pass
     except FastDecodeError:
@@ -87,8 +89,8 @@ def check_ranks(rank: Ranks, digest: str) -> None:
     others = [index for index, each in enumerate(found) if not torch.equal(each, found[0])]
     if others:
         raise ModelLoadError(
-            f"{FLAG}: rank {others[0]} rounds weights otherwise than rank 0: give all ranks the same checkpoint and "
-            "torch, or leave it out"
+            f"{FLAG}: rank {others[0]} and rank 0 round weights differently: give all ranks the same checkpoint, torch "
+            f"and {FLAG}, or leave it out"
         )
 
 
@@ -112,6 +114,11 @@ class CalibratedProducts:
                 linear.__dict__["forward"] = product.forward_of(index)
                 self.products[id(linear)] = product
             self._linears += linears
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of layers whose weights wait for rows."""
+        return sum(len(each.linears) for each in self._waiting)
 
     def begin(self) -> None:
         """Let each product round its weights when its next rows arrive."""
@@ -206,7 +213,7 @@ def _attend(
     if calls is not DENSE:
         raise ConfigError(f"{FLAG}: layers that keep latents or states stay rounded to nearest: leave it out")
     with _disable_current_modes():
-        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        scale = 1 / math.sqrt(query.shape[3]) if scaling is None else float(scaling)
         parts = zip(*(each[0].split(LENGTH, 1) for each in (query, key, value)), strict=True)
         return torch.cat([attended(q, k, v, scale) for q, k, v in parts], 1).transpose(0, 1)[None].to(query.dtype)
 
@@ -233,8 +240,9 @@ class SameEverywhere(TorchDispatchMode):
             return cosine(args[0] if name == "cos" else args[0].double() - torch.pi / 2).to(args[0].dtype)
         is_outer = name in ("bmm", "mm") and args[0].shape[-1] == 1  # each sum has one product
         is_idle = name == "dropout" and args[2:] == (False,)
-        if name not in self._known and not is_outer and not is_idle:
+        is_scaled = (kwargs or {}).get("alpha", 1) != 1  # vectorized code rounds a + alpha * b once
+        if is_scaled or not (name in self._known or is_outer or is_idle):
             raise ConfigError(
-                f"{FLAG}: {name} in a forward of {self._model_type} has other bits on other machines: leave it out"
+                f"{FLAG}: {name}, which {self._model_type} calls, may give other bits on other machines: leave it out"
             )
         return func(*args, **(kwargs or {}))

@@ -110,7 +110,7 @@ def unrotated(rows: torch.Tensor, block: int) -> torch.Tensor:
 def rotated(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Return ``rows`` [rows, width] rotated in blocks, in their own dtype, with additions in one fixed order."""
     part = block & -block
-    mixed, apart = rows.T.contiguous(), block  # neighbours in memory are then mixed alike
+    mixed, apart = rows.T.contiguous(), block  # in memory, neighbours then take the same additions
     for factor in (7, 5, 3):
         while apart // part % factor == 0:
             apart //= factor

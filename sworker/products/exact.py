@@ -1,6 +1,6 @@
 """Attention and elementary functions with the same bits on every machine, for the calibrating forward.
 
-Sums are of integers. All else are single operations of float64, which IEEE 754 defines to the last bit.
+Sums add integers. Every other step is one float64 operation that IEEE 754 defines to the last bit.
 """
 
 from __future__ import annotations

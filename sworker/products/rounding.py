@@ -34,9 +34,9 @@ def moments_of(codes: torch.Tensor) -> torch.Tensor:
 
 
 def round_again(codes: IntegerCodes, weight: torch.Tensor, moments: torch.Tensor, num_outputs: int = 1024) -> None:
-    """Replace the numbers of ``codes``, in place, by others whose errors cancel out under ``moments``.
+    """Replace the int8 weights in ``codes``, in place, by weights whose errors cancel out under ``moments``.
 
-    ``weight`` [outputs, inputs]: what the codes represent, unrounded. ``num_outputs``: outputs rounded at a time.
+    ``weight`` [outputs, inputs]: the unrounded weight. ``num_outputs``: outputs rounded at a time.
     """
     parts = zip(codes.codes.split(num_outputs), codes.scales.split(num_outputs), weight.split(num_outputs), strict=True)
     for own, scales, part in parts:
@@ -48,7 +48,7 @@ def round_again(codes: IntegerCodes, weight: torch.Tensor, moments: torch.Tensor
 def descend(exact: torch.Tensor, codes: torch.Tensor, moments: torch.Tensor, isa: str = "auto") -> None:
     """Change int8 ``codes`` so that errors * ``moments`` * errors falls in each row.
 
-    ``exact`` [outputs, inputs], float64: the unrounded codes. ``codes``: those nearest to them.
+    ``exact`` [outputs, inputs], float64: the unrounded codes. ``codes``: the integers nearest to them.
     """
     unit = float(1 << fraction_bits(moments))
     gradient = (torch.round(exact * unit) - codes.double() * unit) @ moments

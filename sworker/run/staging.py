@@ -38,8 +38,8 @@ class PackedRows:
     """One mini-batch, ready for the model.
 
     ``input_ids``, ``position_ids``: int64 [1, T], T ≥ ``least_rows``, padding last. ``logits_rows``: int64, the
-    ``num_sampled`` rows that need logits, then padding (empty if no row needs them); None for all T rows, of which the
-    first need logits. ``attending_rows``: selects, among the first ``num_rows`` rows, those that attend on R-workers.
+    ``num_sampled`` rows that need logits, then padding (empty if no row needs them); None: all T rows get logits, and
+    the first ``num_sampled`` need them. ``attending_rows``: selects, of ``num_rows`` rows, those on R-workers.
     ``tap``: keeps the queries of some rows.
     """
 

@@ -173,10 +173,10 @@ class Parker:
         # The memory is ``chains_ahead`` times the largest file, at least ``least_ahead_bytes``, and at most
         # 1 / ``most_of_cache`` of the cache
         chains_ahead, least_ahead_bytes, most_of_cache = 2, 1 << 26, 8
-        if largest := self._directory.largest:
-            num_bytes = max(chains_ahead * largest, least_ahead_bytes)
-            num_blocks = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
-            self._worker.commit_ahead(num_blocks)
+        largest = self._directory.largest
+        num_bytes = max(chains_ahead * largest, least_ahead_bytes) if largest else 0
+        num_blocks = min(-(-num_bytes // self._worker.block_bytes), self._worker.num_blocks // most_of_cache)
+        self._worker.commit_ahead(num_blocks)
 
     def _give_up(self) -> None:
         job, self._job, self._asked = self._job, None, ()

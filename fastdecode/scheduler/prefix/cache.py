@@ -158,8 +158,8 @@ class PrefixCache:
             self._index.shorten(prefix, num_tokens // self._workers.block_size)
 
     def forget_path(self, sequence: TokenSequence) -> None:
-        """Evict the prefixes on R-workers of ``sequence`` that share a block with it: one of its tokens is not finite.
-        A chunk's earlier tokens may be NaN then, too, and requests without that token share their blocks.
+        """Evict the prefixes that share a block with ``sequence``, which has a token that is not finite.
+        Only its R-workers are searched. Earlier tokens of a chunk may be NaN too, and others would reuse their blocks.
         """
         for worker in {copy.worker for segment in sequence.segments for copy in segment.copies}:
             for block_hash in sequence.block_hashes:

@@ -15,10 +15,10 @@ class Arena {
     Arena& operator=(const Arena&) = delete;
 
     std::uint8_t* data() const { return data_; }
-    /// Commits the pages of these bytes and keeps their content. Any thread may call it while others read and write. It
-    /// does nothing where the system has no such call.
-    void commit(std::int64_t first_byte, std::int64_t num_bytes) const;
-    /// False where `commit` does nothing.
+    /// Commits the pages of these bytes and keeps their content. Any thread may call it while others read and write.
+    /// Returns false if the system has no such call (Linux before 5.14) or no memory.
+    bool commit(std::int64_t first_byte, std::int64_t num_bytes) const;
+    /// False if `commit` always returns false.
     static bool can_commit();
 
   private:

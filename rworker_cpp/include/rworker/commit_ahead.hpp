@@ -13,12 +13,12 @@
 
 namespace rworker {
 
-/// Commits the memory of the next blocks while the worker is idle. Otherwise the system commits pages when a step first
-/// writes them, and the step waits; in virtual machines that takes 2 ms per MB. Blocks are handed out lowest first, so
-/// the next ones are known.
+/// Commits the memory of the next blocks, piece by piece, while the worker is idle. A piece is one layer of one block.
+/// Without it, a step's first write would commit pages and wait: 2 ms per MB in virtual machines. The pool hands out
+/// the lowest block first, so the next blocks are known.
 class CommitAhead {
   public:
-    enum class Piece { committed, busy, none };
+    enum class Piece { committed, busy, none, failed };
 
     /// No piece begins while `pool` has a job. The thread of `start` runs on `cores`, so that the memory belongs to
     /// their NUMA node.
@@ -29,8 +29,8 @@ class CommitAhead {
 
     /// Asks for the memory of all blocks below `end`. A lower `end` than before leaves committed memory as it is.
     void aim(std::int64_t end);
-    /// No piece begins while a step is open, nor within kQuietSeconds after the beginning or the end of a step: the
-    /// next step comes soon, and on the cores of an S-worker a piece would delay that worker's products.
+    /// No piece begins while a step is open, nor within kQuietSeconds after a step begins or ends. The next step comes
+    /// soon, and if S-worker and R-worker share cores, a piece would delay the S-worker's products.
     void begin_step(double now);
     void end_step(double now);
     /// Starts a thread that commits what was asked for. The thread has the lowest priority. Where no thread can be

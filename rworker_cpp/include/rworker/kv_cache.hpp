@@ -177,8 +177,8 @@ class KVCache {
                                                     std::int64_t num_tokens) const;
     /// Commits the memory of a block in one layer, used or not, and keeps its content. Any thread may call it while
     /// others use the cache.
-    void commit_block(std::int64_t layer, std::int64_t block) const {
-        arena_.commit(layouts_[layer].region_offset_bytes + block * layouts_[layer].block_bytes, layouts_[layer].block_bytes);
+    bool commit_block(std::int64_t layer, std::int64_t block) const {
+        return arena_.commit(layouts_[layer].region_offset_bytes + block * layouts_[layer].block_bytes, layouts_[layer].block_bytes);
     }
     /// Number of sequences to which the open step adds rows.
     std::int64_t num_grown() const { return std::int64_t(grown_.size()); }

@@ -128,8 +128,8 @@ class Worker {
     /// case the sequence then has all these tokens, whether right or not, and the pieces have the checksums of what was
     /// read. Throws Error as `import_blocks` does, and then nothing has changed.
     int read_blocks(std::int64_t sequence_id, std::int64_t start, int fd, std::span<FilePiece> pieces);
-    /// From now on, while no steps come, the memory of free blocks is committed before steps need it. These are `least`
-    /// blocks, one block per sequence of a step, or half as many as were ever used, whichever is most.
+    /// Commits memory ahead while no step is open. Beyond the blocks in use, it commits the largest of: `least` blocks,
+    /// one block per sequence of the last step, half as many blocks as were ever used. Call it between steps.
     void commit_ahead(std::int64_t least);
     /// Stores rows of an incoming sequence, [num_rows, num_kv_heads, key_dim or value_dim] in the model's dtype; see
     /// KVCache. Any thread may call it while others take steps.
