@@ -80,8 +80,8 @@ class EngineFields:
     )  # fmt: skip
     int8_calibration_tokens: int = setting(
         0, "with --quantization int8 on the CPU, round weights so that their errors cancel out on this many random "
-            "tokens, such as 1024. This halves the loss of quality; loading takes minutes per billion weights", MODEL,
-        metavar="N", least=0, most=8192, unset="0: round to nearest",
+        "tokens, such as 1024. This avoids a third of the loss of quality; loading takes minutes per billion weights",
+        MODEL, metavar="N", least=0, most=8192, unset="0: round to nearest",
     )  # fmt: skip
     device: str = setting(
         "auto", "device of the S-worker", MODEL, choices=DEVICES, unset="auto: cuda where there is a GPU, else cpu"
