@@ -215,7 +215,7 @@ def test_ranks_that_differ_are_refused() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_have_the_codes_of_one(folders: list[str], tmp_path: Path) -> None:
-    """With a journal, an identity describes the whole model, not one rank's heads."""
+    """A journal's identity describes the whole model, not one rank's heads."""
     settings = calibrated_codes.SETTINGS | {"dtype": "float32", "r_workers": "inproc:1", "kv_cache_memory": "16MiB"}
     prompts = [{"prompt_token_ids": each} for each in model_zoo.prompts("llama-gqa")[:3]]
     found = []

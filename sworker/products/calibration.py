@@ -21,12 +21,11 @@ from fastdecode.sworker.adapters.calls import DENSE, Calls
 from fastdecode.sworker.model.code import ModelCode
 from fastdecode.sworker.model.fused import FusedRows
 from fastdecode.sworker.model.packed_weight import FileMaps, PackedWeight
-from fastdecode.sworker.model.prepack import SharedProduct
 from fastdecode.sworker.products.codes import IntegerCodes, Ranks, codes_of
 from fastdecode.sworker.products.exact import attended, cosine
 from fastdecode.sworker.products.gated import GatedLayers
 from fastdecode.sworker.products.kernels import array, as_rows, integer_isa
-from fastdecode.sworker.products.linears import IntegerProduct, expert_counts, groups_of
+from fastdecode.sworker.products.linears import IntegerProduct, ProductOfCodes, expert_counts, groups_of
 from fastdecode.sworker.products.rounding import moments_of, round_again
 from fastdecode.sworker.run.pipeline import ModelGreenlet
 
@@ -149,23 +148,15 @@ class CalibratedProducts:
         return found.hexdigest()
 
 
-class CalibratedProduct(SharedProduct):
+class CalibratedProduct(ProductOfCodes):
     """One product for layers that read the same rows, which can round the layers' weights for the rows of a call."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], on_rounded: Callable[[CalibratedProduct], None]) -> None:
         """``on_rounded``: called with this product after the weights were rounded."""
         self.codes: list[IntegerCodes] = [found for linear in linears if (found := codes_of(linear))]
-        self._own_dtype = linears[0].weight.dtype
+        super().__init__(linears[0].weight.dtype, self.codes)
         self.waits = False
         self.linears, self._on_rounded = linears, on_rounded
-        self._widths = [len(each.codes) for each in self.codes]
-        self.width, self.num_outputs = self.codes[0].codes.shape[1], sum(self._widths)
-        self._rows: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._own_dtype
 
     @property
     def can_round(self) -> bool:
@@ -173,7 +164,7 @@ class CalibratedProduct(SharedProduct):
         return any(each.plain is not None for each in self.codes)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """See ``IntegerProduct.compute``; round the weights first if they wait for rows."""
+        """See ``ProductOfCodes.compute``; round the weights first if they wait for rows."""
         with _disable_current_modes():
             if self.waits:
                 self.waits = False
@@ -183,9 +174,6 @@ class CalibratedProduct(SharedProduct):
                         round_again(codes, codes.plain, moments)
                 self._on_rounded(self)
             return IntegerProduct(self.linears, self.codes).compute(rows, activation)
-
-    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.compute(rows)
 
 
 def row_codes(rows: torch.Tensor, width: int, block: int, activation: str, num_outputs: int = 512) -> torch.Tensor:

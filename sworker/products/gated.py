@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fastdecode.sworker.model.prepack import PROOF_ROWS
 from fastdecode.sworker.products.kernels import activation_of, mostly_equal
+from fastdecode.sworker.products.linears import ProductOfCodes
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +21,10 @@ NAMES = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "gate_up_proj",
 """Names of a module's gate, up and down layers."""
 
 
-class Product(Protocol):
-    """The parts of ``IntegerProduct`` that gated layers use."""
-
-    width: int
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs of all layers together."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the layers' weights."""
-
-    def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """See ``IntegerProduct.compute``."""
-
-
 class GatedLayers:
     """Replaces the ``forward`` of a model's gated layers, and can restore it."""
 
-    def __init__(self, model: torch.nn.Module, products: Mapping[int, Product]) -> None:
+    def __init__(self, model: torch.nn.Module, products: Mapping[int, ProductOfCodes]) -> None:
         """Replace the ``forward`` of each gated layer for which a trial shows that the two calls give the same rows.
 
         ``products``: the product of each quantized layer, by the layer's ``id()``.
@@ -75,7 +59,7 @@ class GatedLayers:
             module.__dict__["forward"] = _forward(first, second, activation)
             self._replaced[module] = activation
 
-    def _products_of(self, module: torch.nn.Module) -> tuple[Product, Product] | None:
+    def _products_of(self, module: torch.nn.Module) -> tuple[ProductOfCodes, ProductOfCodes] | None:
         """Return (the product that gate and up share, the product of down); None if the module has no such products.
 
         Their sizes must fit, and none of the three layers may have hooks, which the two calls would skip.
@@ -91,7 +75,7 @@ class GatedLayers:
                 return gate, down
         return None
 
-    def _proven(self, module: Any, first: Product, second: Product) -> str | None:
+    def _proven(self, module: Any, first: ProductOfCodes, second: ProductOfCodes) -> str | None:
         """Return the activation with which the two calls equal the module's own code; None if no activation does."""
         function: Any = getattr(module, "act_fn", getattr(module, "activation_fn", None))
         rows = torch.randn(1, PROOF_ROWS, first.width, generator=torch.Generator()).to(first.dtype)
@@ -108,7 +92,7 @@ class GatedLayers:
         return None
 
 
-def _forward(first: Product, second: Product, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(first: ProductOfCodes, second: ProductOfCodes, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda rows: second.compute(first.compute(rows), activation)
 
 

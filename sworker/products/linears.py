@@ -140,14 +140,34 @@ class IntegerLinears:
         self.num_layers += len(linears)
 
 
-class IntegerProduct(SharedProduct):
+class ProductOfCodes(SharedProduct):
+    """A product of int8 weights for layers that read the same rows. Subclasses choose how it is computed."""
+
+    def __init__(self, dtype: torch.dtype, codes: Sequence[IntegerCodes]) -> None:
+        """``dtype``: the dtype of the layers' weights. ``codes``: the int8 weight of each layer."""
+        self._widths = [len(each.codes) for each in codes]
+        self.dtype, self.width, self.num_outputs = dtype, codes[0].codes.shape[1], sum(self._widths)
+        self._rows: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
+        """Return [..., outputs] for ``rows`` [..., inputs].
+
+        With an activation, ``rows`` are the outputs of a gated layer's first product: gates, then values.
+        """
+        raise NotImplementedError
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.compute(rows)
+
+
+class IntegerProduct(ProductOfCodes):
     """One integer product for layers that read the same rows."""
 
     def __init__(self, linears: Sequence[torch.nn.Linear], codes: Sequence[IntegerCodes]) -> None:
         """``codes``: the int8 weight of each of ``linears``, all with the same block size."""
-        self._own_dtype = linears[0].weight.dtype
-        self._widths = [len(each.codes) for each in codes]
-        self.width, self.block, self._rank = codes[0].codes.shape[1], codes[0].block, codes[0].rank
+        super().__init__(linears[0].weight.dtype, codes)
+        self.block, self._rank = codes[0].block, codes[0].rank
         self._scales = torch.cat([each.scales for each in codes])
         biases = [linear.bias.data.float() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if biases else None
@@ -159,12 +179,6 @@ class IntegerProduct(SharedProduct):
             torch.get_num_threads(),
         )
         self._isa = integer_isa()
-        self._rows: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._own_dtype
 
     @property
     def packed(self) -> _sworker.IntegerWeights:
@@ -181,23 +195,15 @@ class IntegerProduct(SharedProduct):
         """True if ranks share the product's inputs."""
         return self._rank is not None
 
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs of all layers together."""
-        return sum(self._widths)
-
     def weight(self, index: int) -> torch.Tensor:
         """See ``SharedProduct.weight``. The weight is computed from int8 numbers and scales."""
         first = sum(self._widths[:index])
         own = slice(first, first + self._widths[index])
         codes = torch.from_numpy(self._weights.unpack())[own]
-        return unrotated(codes.float() * self._scales[own, None], self.block).to(self._own_dtype)
+        return unrotated(codes.float() * self._scales[own, None], self.block).to(self.dtype)
 
     def compute(self, rows: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """Return [..., outputs] for ``rows`` [..., inputs].
-
-        With an activation, ``rows`` are the outputs of a gated layer's first product: gates, then values.
-        """
+        """See ``ProductOfCodes.compute``."""
         x = as_rows(rows)
         out = torch.empty(len(x), self.num_outputs, dtype=x.dtype)
         threads = torch.get_num_threads()
@@ -234,9 +240,6 @@ class IntegerProduct(SharedProduct):
                 f"quantization: products of {self.width} x {self.num_outputs} integers are wrong with {self._isa}: "
                 f"leave --quantization out"
             )
-
-    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.compute(rows)
 
 
 def groups_of(model: torch.nn.Module) -> Iterator[list[torch.nn.Linear]]:

@@ -15,7 +15,7 @@ from fastdecode import _sworker
 from fastdecode.sworker.products.codes import IntegerCodes, rotated
 
 SWEEPS = 4
-"""How often the descent visits each code. Later sweeps change few codes."""
+"""The number of times that the descent visits each code. Later sweeps change few codes."""
 
 FARTHEST = 8
 """Most steps between a code and the nearest one. This bounds all sums."""
